@@ -1,0 +1,101 @@
+"""The truth in float64: one `<op>_ref` for everything a kernel computes. Slow, plain, and the only judge in the tests.
+
+Formulas: the level reconstruction and the midpoint are section 3 of the GRINQH paper (with the exact centre
+(2^d - 1) / 2 of the dropped bits); tile scales and the output rotation are AlignQuant's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_tilequant.kernels.layout import PackedWeight, aligned_codes, expand_tiles, restore_outputs, unpack
+from vllm_tilequant.schema import LEVELS, TILE
+
+
+def activation_int8_ref(x: Tensor) -> tuple[Tensor, Tensor]:
+    """INT8 activations with one scale per row and 64 inputs.
+
+    x: [M, K] any float -> q [M, K] int8, scale [M, K/64] float32. scale = max|x| / 127 in float32, q = round-half-even(x / scale);
+    an all-zero group has scale 1 and codes 0.
+    """
+    v = x.float().view(x.shape[0], -1, TILE)
+    scale = v.abs().amax(2) / 127
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    q = (v / scale[..., None]).round().clamp(-127, 127)
+    return q.to(torch.int8).view(x.shape), scale
+
+
+def levels_ref(x: Tensor, thresholds: Tensor) -> Tensor:
+    """Bits at which every channel is read: [M, K] uint8 out of 0, 2, 4, 6, 8.
+
+    x: [M, K] any float; thresholds: [4] float32, ascending. The level rises where |x|, in float32 and before quantisation, is
+    greater than the threshold.
+    """
+    return (2 * (x.float().abs()[..., None] > thresholds).sum(-1)).to(torch.uint8)
+
+
+def level_weight_ref(w: PackedWeight, level: int) -> Tensor:
+    """The weight as read when every channel is at `level` bits, in the rotated basis: [N, K] float64. Zero at level 0."""
+    if level == 0:
+        return torch.zeros(w.out_features, w.in_features, dtype=torch.float64, device=w.plane0.device)
+    bits = expand_tiles(w.tile_bits).double()
+    drop = bits - bits.clamp_max(level)
+    u = unpack(w).double()
+    step = torch.exp2(drop)
+    centred = step * (u / step).floor() + (step - 1) / 2 - torch.exp2(bits - 1)
+    return centred * expand_tiles(w.tile_scale).double()
+
+
+def linear_ref(x: Tensor, w: PackedWeight, matrices: Tensor, bias: Tensor | None = None, *, int8: bool) -> Tensor:
+    """Static product at stored precision. x: [M, K]; matrices: [N/64, 64, 64] -> [M, N] float64.
+
+    int8: activations through `activation_int8_ref` (the papers' arithmetic) or as they are.
+    """
+    y = _activation(x, int8) @ level_weight_ref(w, LEVELS[-1]).T
+    return _finish(y, matrices, bias)
+
+
+def decode_bitplane_ref(
+    x: Tensor,
+    w: PackedWeight,
+    matrices: Tensor,
+    thresholds: Tensor,
+    bias: Tensor | None = None,
+    *,
+    int8: bool = True,
+) -> Tensor:
+    """Graded product: every row reads every channel at its own level. x: [M, K] -> [M, N] float64."""
+    levels = levels_ref(x, thresholds)
+    a = _activation(x, int8)
+    y = torch.zeros(x.shape[0], w.out_features, dtype=torch.float64, device=x.device)
+    for level in LEVELS[1:]:
+        y += torch.where(levels == level, a, 0.0) @ level_weight_ref(w, level).T
+    return _finish(y, matrices, bias)
+
+
+def tile_sums_ref(x: Tensor, w: PackedWeight, thresholds: Tensor) -> Tensor:
+    """The integers inside the graded product: [M, K/64, N] int64, doubled so that midpoints are whole.
+
+    sum_i q_i (2 * 2^d floor(u/2^d) + 2^d - 1 - 2^B) over the 64 channels i of an input tile with level > 0.
+    """
+    q, _ = activation_int8_ref(x)
+    level = levels_ref(x, thresholds).long()[:, :, None]  # [M, K, 1]
+    bits = expand_tiles(w.tile_bits).T.long()[None]  # [1, K, N]
+    u = (aligned_codes(w).long()[None]) >> (8 - bits)
+    d = bits - torch.minimum(bits, level)
+    value = 2 * ((u >> d) << d) + (1 << d) - 1 - (1 << bits)
+    terms = torch.where(level > 0, q.long()[:, :, None] * value, 0)
+    return terms.view(x.shape[0], -1, TILE, w.out_features).sum(2)
+
+
+def _activation(x: Tensor, int8: bool) -> Tensor:
+    if not int8:
+        return x.double()
+    q, scale = activation_int8_ref(x)
+    return (q.view(x.shape[0], -1, TILE).double() * scale.double()[..., None]).view(x.shape)
+
+
+def _finish(y: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:
+    y = restore_outputs(y, matrices.double())
+    return y if bias is None else y + bias.double()

@@ -1,0 +1,40 @@
+"""Which environment runs what: tests marked `serve` need vLLM, those marked `calibrate` need llm-compressor.
+
+Their pins exclude each other, so no single environment has both. `make test` runs the suite once in each, with `--side`
+naming what that run must not skip.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # cases.py and tolerances.py (importlib mode has no package to find them in)
+
+NEEDS = {"serve": "vllm", "calibrate": "llmcompressor"}
+FILES = {"serve": "test_serve_*.py", "calibrate": "test_calibrate_*.py"}
+collect_ignore_glob = [FILES[side] for side, package in NEEDS.items() if importlib.util.find_spec(package) is None]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--side", choices=sorted(NEEDS), help="run only the tests of this environment, and have it installed")
+
+
+def pytest_report_header(config):
+    return f"left out here (package not installed): {', '.join(collect_ignore_glob) or 'nothing'}"
+
+
+def pytest_collection_modifyitems(config, items):
+    side = config.getoption("--side")
+    if side and importlib.util.find_spec(NEEDS[side]) is None:
+        raise pytest.UsageError(f"--side {side} needs the package {NEEDS[side]}")
+    if side == "serve":  # the rest runs once, in the calibration environment
+        items[:] = [item for item in items if item.get_closest_marker("serve")]
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
