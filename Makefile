@@ -1,0 +1,61 @@
+# Two commands for a newcomer: `make quickstart` and `make test`. Both make the environments they need.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENVS ?= .venvs
+PORT ?= 8177
+# MODEL: a folder or hub id (left out: the sample model). DATA: a text or JSONL file. DEVICE: cpu or cuda (left out: nvidia-smi decides).
+MODEL ?=
+DATA ?=
+DEVICE ?=
+PYTEST_ARGS ?=
+
+CALIBRATE = $(VENVS)/calibrate/bin
+SERVE = $(VENVS)/serve/bin
+
+.PHONY: help quickstart test lint quality format typecheck env-calibrate env-serve eval-env clean distclean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 16
+
+quickstart: env-calibrate env-serve ## quantize a model, check it, serve it, ask it something [MODEL= DATA= PORT=]
+	@$(CALIBRATE)/python scripts/quickstart.py --serve-env $(VENVS)/serve --port $(PORT) \
+	  $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)')
+
+test: lint typecheck env-serve ## lint, types, then the tests of both environments
+	$(CALIBRATE)/python -m pytest --side calibrate $(PYTEST_ARGS)
+	$(SERVE)/python -m pytest --side serve $(PYTEST_ARGS)
+
+lint: env-calibrate ## ruff, no changes
+	$(CALIBRATE)/ruff check .
+	$(CALIBRATE)/ruff format --check .
+
+format: env-calibrate ## ruff, with changes
+	$(CALIBRATE)/ruff check --fix .
+	$(CALIBRATE)/ruff format .
+
+# mypy sees the package as it is installed: kernels, calibrate and configs inside vllm_tilequant.
+typecheck: env-calibrate ## mypy on the package as a wheel lays it out
+	@rm -rf .cache/typecheck && mkdir -p .cache/typecheck
+	@cp -r vllm_tilequant .cache/typecheck/ && cp -r kernels calibrate configs .cache/typecheck/vllm_tilequant/
+	@root=$$PWD && python=$$(cd $(CALIBRATE) && pwd)/python && cd .cache/typecheck && \
+	  "$$python" -m mypy --config-file "$$root/pyproject.toml" --cache-dir "$$root/.mypy_cache" -p vllm_tilequant
+
+quality: lint typecheck ## everything but the tests
+
+env-calibrate: ## the environment with llm-compressor
+	@scripts/setup_env.sh calibrate $(VENVS)/calibrate $(DEVICE)
+
+env-serve: ## the environment with vLLM
+	@scripts/setup_env.sh serve $(VENVS)/serve $(DEVICE)
+
+eval-env: env-serve ## adds lm-eval to the serving environment
+	@scripts/setup_env.sh eval $(VENVS)/serve $(DEVICE)
+
+clean: ## remove caches, builds and quickstart's results (not the environments)
+	rm -rf .cache runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './.venvs/*' -prune -exec rm -rf {} +
+
+distclean: clean ## and the environments
+	rm -rf $(VENVS)/calibrate $(VENVS)/serve
