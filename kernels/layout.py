@@ -10,15 +10,23 @@ is then a mask of the leading bits. Packing, unpacking and the products work on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vllm_tilequant.schema import (
+    BIAS,
+    EXTENSION,
     LEVELS,
+    MAP,
+    OUTPUT_TRANSFORM,
     OUTPUTS_PER_WORD,
+    PLANE0,
+    PLANE1,
+    SCALE,
+    THRESHOLDS,
     TILE,
     TILE_BITS,
     WORDS_PER_TILE_PLANE,
@@ -269,3 +277,51 @@ def restore_outputs(y: Tensor, matrices: Tensor) -> Tensor:
     """y = y~ U^T for every output tile. y: [M, N]; matrices: [N/64, 64, 64] or [64, 64]."""
     tiles = y.view(y.shape[0], -1, 1, TILE)
     return (tiles @ matrices.mT).view(y.shape)
+
+
+def to_tensors(w: PackedWeight, thresholds: Tensor) -> dict[str, Tensor]:
+    """The tensors of one module as the checkpoint stores them, by suffix. thresholds: [profiles, 4] float32."""
+    return {
+        PLANE0: w.plane0,
+        PLANE1: w.plane1,
+        EXTENSION: w.extension,
+        MAP: w.tile_bits,
+        SCALE: w.tile_scale,
+        OUTPUT_TRANSFORM: w.output_transform[:, None],
+        THRESHOLDS: thresholds,
+    }
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> PackedWeight:
+    """Inverse of `to_tensors` (without the thresholds)."""
+    return PackedWeight(
+        tensors[PLANE0],
+        tensors[PLANE1],
+        tensors[EXTENSION],
+        tensors[MAP],
+        tensors[SCALE],
+        tensors[OUTPUT_TRANSFORM].squeeze(1),
+    )
+
+
+def payload_faults(tensors: Mapping[str, Tensor], tile_counts: Mapping[int, int], n_transforms: int) -> list[str]:
+    """What is wrong with the values of one module's tensors (their shapes and dtypes being right): one phrase a fault.
+
+    tensors: any subset of the suffixes of `to_tensors`, so that a loader can ask as they arrive.
+    """
+    faults = []
+    if (bits := tensors.get(MAP)) is not None:
+        found = {int(b): int(c) for b, c in zip(*bits.unique(return_counts=True), strict=True)}
+        if unknown := sorted(set(found) - set(TILE_BITS)):
+            faults.append(f"{MAP} holds {unknown}, wanted {TILE_BITS}")
+        elif found != {b: c for b, c in tile_counts.items() if c}:
+            faults.append(f"{MAP} has tiles {found}, config.json promises {dict(tile_counts)}")
+    if (scale := tensors.get(SCALE)) is not None and not bool((scale.isfinite() & (scale > 0)).all()):
+        faults.append(f"{SCALE} holds {int((~(scale.isfinite() & (scale > 0))).sum())} entries that are not finite and > 0")
+    if (index := tensors.get(OUTPUT_TRANSFORM)) is not None and bool((index.long() >= n_transforms).any()):
+        faults.append(f"{OUTPUT_TRANSFORM} holds {int(index.max())}, the checkpoint has {n_transforms} transforms")
+    if (t := tensors.get(THRESHOLDS)) is not None and not bool(t.isfinite().all() and (t[:, 1:] >= t[:, :-1]).all()):
+        faults.append(f"{THRESHOLDS} are not finite and ascending")
+    if (bias := tensors.get(BIAS)) is not None and not bool(bias.isfinite().all()):
+        faults.append(f"{BIAS} is not finite")
+    return faults

@@ -38,9 +38,7 @@ class PortableWeight:
 def prepare(w: PackedWeight, transforms: Tensor, dtype: torch.dtype) -> PortableWeight:
     """Unpack once, at load. transforms: [n, 64, 64] float64, addressed by `w.output_transform`."""
     matrices = transforms.to(w.plane0.device)[w.output_transform.long()]
-    return PortableWeight(
-        dequantize(w, transforms, dtype), aligned_codes(w), w.tile_bits, w.tile_scale, matrices.float()
-    )
+    return PortableWeight(dequantize(w, transforms, dtype), aligned_codes(w), w.tile_bits, w.tile_scale, matrices.float())
 
 
 def level_weight(codes: Tensor, tile_bits: Tensor, tile_scale: Tensor, level: int) -> Tensor:
@@ -77,9 +75,7 @@ def static_linear(x: Tensor, w: PortableWeight, bias: Tensor | None, *, activati
     return F.linear(x, w.dense, bias)
 
 
-def graded_linear(
-    x: Tensor, w: PortableWeight, bias: Tensor | None, thresholds: Tensor, *, activation: str
-) -> Tensor:
+def graded_linear(x: Tensor, w: PortableWeight, bias: Tensor | None, thresholds: Tensor, *, activation: str) -> Tensor:
     """Decode: every row reads each channel at its own level. x: [M, K] -> [M, N] in x's dtype.
 
     thresholds: [4] float32 ascending. activation: `group64` is the GPU's integer arithmetic; `none` keeps

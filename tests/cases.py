@@ -22,7 +22,11 @@ THRESHOLDS = {
     "skip2and6": (0.3, 0.3, 1.2, 1.2),
 }
 TRANSFORMS = layout.transform_stack(
-    [Transform(kind="identity"), Transform(kind="randomized_hadamard", seed=1), Transform(kind="randomized_hadamard", seed=2)]
+    [
+        Transform(kind="identity"),
+        Transform(kind="randomized_hadamard", seed=1),
+        Transform(kind="randomized_hadamard", seed=2),
+    ]
 )
 
 

@@ -3,10 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import MAPS, SHAPES, make_case
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.schema import LEVELS, Transform, rotation_v1
-
-from cases import MAPS, SHAPES, make_case
 
 
 def same(a, b):
@@ -31,7 +30,12 @@ def test_bit_positions_are_the_documented_ones():
         w = layout.pack(codes, bits, torch.ones(1, 1), torch.zeros(1, dtype=torch.uint8))
         word, t, j = n // 16, n % 16 // 4, n % 4
         shift = 8 * t + 2 * j
-        for plane, want in ((w.plane0, 3), (w.plane1, 2), (w.extension[0].view(64, 4), 1), (w.extension[1].view(64, 4), 3)):
+        for plane, want in (
+            (w.plane0, 3),
+            (w.plane1, 2),
+            (w.extension[0].view(64, 4), 1),
+            (w.extension[1].view(64, 4), 3),
+        ):
             expected = torch.zeros(64, 4, dtype=torch.int64)
             expected[k, word] = want << shift
             assert torch.equal(plane.long() & 0xFFFFFFFF, expected)
@@ -83,9 +87,7 @@ def test_pack_refuses_what_the_format_does_not_know():
 def test_loaded_bits_are_counted_channel_by_channel():
     bits = torch.tensor([[4, 8], [8, 2], [4, 4]], dtype=torch.uint8)
     levels = torch.tensor(LEVELS, dtype=torch.uint8)[torch.randint(5, (3, 128), generator=torch.Generator().manual_seed(0))]
-    want = [
-        sum(min(int(levels[m, k]), int(bits[j, k // 64])) * 64 for j in range(3) for k in range(128)) for m in range(3)
-    ]
+    want = [sum(min(int(levels[m, k]), int(bits[j, k // 64])) * 64 for j in range(3) for k in range(128)) for m in range(3)]
     assert layout.loaded_code_bits(levels, bits).tolist() == want
     assert layout.tile_code_bits(bits) == (4 + 8 + 8 + 4 + 4 + 4) * 4096
 

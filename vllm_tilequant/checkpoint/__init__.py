@@ -1,0 +1,1 @@
+"""Reading and judging a checkpoint folder, without vLLM and without transformers."""
