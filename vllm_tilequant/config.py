@@ -1,0 +1,212 @@
+"""`--quantization tilequant`: what vLLM asks of a quantization method as a whole, and the user's settings."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm.config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from vllm_tilequant.kernels import layout
+from vllm_tilequant.kernels.dispatch import GRADED_ROWS
+from vllm_tilequant.schema import ACTIVATIONS, PROFILE_OFF, QUANT_METHOD, QuantizationSchema
+
+if TYPE_CHECKING:
+    from vllm_tilequant.parameters import Member
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures only loggers below its own
+
+_REMEDY = (
+    "Quantize all members of a fused layer alike: either all of them in quantization_config.modules, or all of them in "
+    "quantization_config.ignore."
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `--additional-config '{"tilequant": {...}}'` sets.
+
+    profile: a stored profile, `full` (every stored plane through the graded product) or `off` (no grading)
+    activation: `group64` (INT8 per row and 64 inputs) or `none`
+    """
+
+    profile: str
+    activation: str
+
+    @property
+    def graded_rows(self) -> int:
+        """Rows up to which a call is graded."""
+        return 0 if self.profile == PROFILE_OFF else GRADED_ROWS
+
+    @classmethod
+    def parse(cls, additional_config: Any, schema: QuantizationSchema) -> Settings:
+        """Read vLLM's additional config (a dict, or an object of another plugin); raises `ValueError` with the legal values."""
+        given = additional_config.get(QUANT_METHOD, {}) if isinstance(additional_config, dict) else {}
+        where = f'--additional-config {{"{QUANT_METHOD}": ...}}'
+        if not isinstance(given, dict):
+            raise ValueError(f"{where} is {given!r}, wanted an object with the keys 'profile' and 'activation'")
+        if unknown := sorted(set(given) - {"profile", "activation"}):
+            raise ValueError(f"{where} has unknown keys {unknown}; legal keys are 'profile' and 'activation'")
+        settings = cls(given.get("profile", schema.profiles.default), given.get("activation", "group64"))
+        for key, legal in (("profile", schema.profiles.choices), ("activation", list(ACTIVATIONS))):
+            if getattr(settings, key) not in legal:
+                raise ValueError(f"{where}: {key} is {getattr(settings, key)!r}, legal values are {legal}")
+        return settings
+
+
+class TileQuantConfig(QuantizationConfig):
+    """A checkpoint's `quantization_config` under the names that vLLM gives its modules."""
+
+    def __init__(self, schema: QuantizationSchema):
+        super().__init__()
+        self.schema = schema
+        self.modules = dict(schema.modules)
+        self.ignore = list(schema.ignore)
+        self.checkpoint_names = {name: name for name in schema.modules}  # vLLM's name -> the checkpoint's
+
+    def __repr__(self) -> str:
+        return f"TileQuantConfig({len(self.modules)} linears, profiles {self.schema.profiles.names})"
+
+    @classmethod
+    def get_name(cls) -> str:
+        return QUANT_METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]  # float32 for comparisons on the CPU
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        # The config lies in config.json. Naming a file that no checkpoint has makes vLLM stop at once, with a sentence, when
+        # `--quantization tilequant` meets an unquantized model; an empty list would make it die late in loading.
+        return ["tilequant_config.json"]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> TileQuantConfig:
+        return cls(QuantizationSchema.parse(config))
+
+    def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
+        """Check config and headers of a local folder here, in the server's first process, before anything else starts.
+
+        Raises `CheckpointError` listing every fault. A folder without any weight file is left to vLLM, whose load format may
+        not need one; a hub id is checked tensor by tensor while it loads.
+        """
+        from vllm_tilequant.checkpoint.reader import Checkpoint
+
+        folder = Path(model_name)
+        if folder.is_dir() and any(folder.glob("*.safetensors*")):
+            Checkpoint.open(folder)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Rename modules as vLLM's model class does. Patterns in `ignore` stay: they are matched with vLLM's names."""
+
+        def rename(name: str) -> str:
+            # Prefix rules end in a dot, which a module's own name lacks.
+            for form in (name, name + "."):
+                mapped = hf_to_vllm_mapper.apply_list([form])
+                if mapped and mapped[0] != form:
+                    return mapped[0].removesuffix(".")
+            return name
+
+        renamed = {name: rename(name) for name in self.modules}
+        self.modules = {renamed[name]: module for name, module in self.modules.items()}
+        self.checkpoint_names = {renamed[name]: original for name, original in self.checkpoint_names.items()}
+        self.ignore = [entry if entry.startswith("re:") else rename(entry) for entry in self.ignore]
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The user's settings, read once from vLLM's current config; raises `ValueError` on what is not legal."""
+        # Absent before 0.3x releases that raise when no config is set; there, one is always set while a model is built.
+        current = getattr(vllm.config, "get_current_vllm_config_or_none", vllm.config.get_current_vllm_config)()
+        settings = Settings.parse(getattr(current, "additional_config", None), self.schema)
+        logger.info(
+            "tilequant: profile %s (graded up to %d rows), activation %s",
+            settings.profile,
+            settings.graded_rows,
+            settings.activation,
+        )
+        return settings
+
+    @cached_property
+    def dummy_weights(self) -> bool:
+        """Whether vLLM runs with `--load-format dummy`, where no tensor will arrive."""
+        current = getattr(vllm.config, "get_current_vllm_config_or_none", vllm.config.get_current_vllm_config)()
+        load_format = getattr(getattr(current, "load_config", None), "load_format", None)
+        return str(getattr(load_format, "value", load_format)) == "dummy"
+
+    @cached_property
+    def transforms(self) -> torch.Tensor:
+        """[n, 64, 64] float64, what `output_transform` indexes."""
+        return layout.transform_stack(self.schema.transforms)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Our method for quantized linears, vLLM's own for ignored ones, None (dense) for everything that is no linear.
+
+        Raises `ValueError` for a linear that is neither quantized nor ignored or only partly so, and `NotImplementedError`
+        for a checkpoint that quantizes what this plugin does not serve (embeddings, fused experts).
+        """
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+        from vllm_tilequant.linear import TileQuantLinearMethod
+
+        _ = self.settings  # a wrong setting must stop the first layer, before any weight is read
+        if not isinstance(layer, LinearBase):
+            inside = [m for m in self.modules if m == prefix or m.startswith(f"{prefix}.")]
+            if inside:
+                raise NotImplementedError(
+                    f"{prefix} ({type(layer).__name__}) is quantized in this checkpoint ({inside[0]}, {len(inside)} modules); "
+                    "this plugin serves quantized linears only: keep embeddings, output heads and fused experts dense"
+                )
+            return None
+        names = self.member_names(prefix)
+        quantized = [name for name in names if name in self.modules]
+        ignored = [name for name in names if self.is_ignored(name)]
+        if len(quantized) == len(names):
+            return TileQuantLinearMethod(self, prefix, [self.member(name) for name in names])
+        if not quantized and (len(ignored) == len(names) or prefix in self.ignore):
+            return UnquantizedLinearMethod()
+        states = ", ".join(
+            f"{name} ({'quantized' if name in quantized else 'ignored' if name in ignored else 'neither'})" for name in names
+        )
+        if quantized:
+            raise ValueError(f"{prefix} is only partly quantized: {states}. {_REMEDY}")
+        raise ValueError(
+            f"{prefix} is neither quantized nor ignored: {states}. Add it to quantization_config.ignore if it is stored dense, "
+            f"or quantize it. {_REMEDY}"
+        )
+
+    def member_names(self, prefix: str) -> list[str]:
+        """Names of the checkpoint's modules that make up the layer `prefix`: itself, or what vLLM fuses into it."""
+        parent, _, leaf = prefix.rpartition(".")
+        if prefix in self.modules or leaf not in self.packed_modules_mapping:
+            return [prefix]  # also what is fused in the checkpoint already
+        return [f"{parent}.{m}" if parent else m for m in self.packed_modules_mapping[leaf]]
+
+    def member(self, name: str) -> Member:
+        from vllm_tilequant.parameters import Member
+
+        original = self.checkpoint_names[name]
+        return Member(original, self.modules[name], self.schema.tensor_specs(original))
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether `ignore` names the module, literally or by a pattern `re:...` that matches from its start."""
+        return any(
+            re.match(entry.removeprefix("re:"), name) if entry.startswith("re:") else entry == name for entry in self.ignore
+        )
+
+
+@cache
+def register_config() -> None:
+    """Make the method known to vLLM, once per process."""
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    register_quantization_config(QUANT_METHOD)(TileQuantConfig)

@@ -1,0 +1,147 @@
+"""The method of one quantized linear in vLLM: its parameters, what becomes of them, and the call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Parameter
+from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+
+from vllm_tilequant import ops
+from vllm_tilequant.kernels import portable
+from vllm_tilequant.parameters import LayerLoading, Member
+from vllm_tilequant.schema import NEVER, PROFILE_FULL, PROFILE_OFF, TILE
+
+if TYPE_CHECKING:
+    from vllm_tilequant.config import TileQuantConfig
+
+_LARGEST_TP = 64
+
+
+@register_weight_loader_v2_supported_method
+class TileQuantLinearMethod(LinearMethodBase):
+    """Serves one layer. members: the checkpoint's modules in the order of its outputs; one, unless vLLM fuses."""
+
+    def __init__(self, config: TileQuantConfig, prefix: str, members: list[Member]):
+        self.config = config
+        self.prefix = prefix
+        self.members = members
+        self.settings = config.settings  # plain attributes: `apply` is traced
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register what the checkpoint will fill. Raises `ValueError` on sizes that do not fit or do not fall on tiles."""
+        self._check_sizes(layer, input_size_per_partition, output_partition_sizes, input_size)
+        loading = LayerLoading(
+            layer, self.prefix, self.members, extra_weight_attrs["weight_loader"], len(self.config.schema.transforms)
+        )
+        loading.create(sum(output_partition_sizes), input_size_per_partition, len(self.config.schema.profiles.names))
+        layer.tilequant_loading = loading
+        layer.tilequant_dtype = params_dtype
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Turn what was loaded into what `apply` reads. Raises `ValueError` listing every tensor that did not arrive."""
+        loading: LayerLoading | None = layer.tilequant_loading
+        if loading is None:
+            return  # done already
+        if not loading.arrived and self.config.dummy_weights:
+            loading.fill_dummy()
+        loaded = loading.finish()
+        weight = portable.prepare(loaded.weight, self.config.transforms, layer.tilequant_dtype)
+        loading.release()
+        layer.tilequant_loading = None
+        # vLLM's LoRA and MLA look for a tensor of this name to learn a layer's device.
+        layer.weight_packed = Parameter(weight.codes, requires_grad=False)
+        layer.weight_dense = Parameter(weight.dense, requires_grad=False)
+        layer.tile_bits = Parameter(weight.tile_bits, requires_grad=False)
+        layer.tile_scale = Parameter(weight.tile_scale, requires_grad=False)
+        layer.output_matrices = Parameter(weight.matrices, requires_grad=False)
+        layer.register_buffer("profile_thresholds", loaded.thresholds, persistent=False)
+        layer.register_buffer("active_thresholds", torch.empty_like(loaded.thresholds[0]), persistent=False)
+        self.set_profile(layer, self.settings.profile)
+
+    def set_profile(self, layer: Any, profile: str) -> None:
+        """Write a profile's thresholds into the buffer that `apply` reads: takes effect in the next call, captured or not.
+
+        `off` also needs a row limit of zero, which is fixed when a model is built: it can be left or entered only by a restart.
+        """
+        active = layer.active_thresholds
+        if profile == PROFILE_FULL:
+            active.fill_(-1.0)  # every |x| is greater
+        elif profile == PROFILE_OFF:
+            active.fill_(NEVER)  # not read
+        else:
+            active.copy_(layer.profile_thresholds[self.config.schema.profile_row(profile)])
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """y = x W^T + bias; x: [..., K] -> [..., N], both of this rank."""
+        return ops.tile_linear(
+            x,
+            layer.weight_dense,
+            layer.weight_packed,
+            layer.tile_bits,
+            layer.tile_scale,
+            layer.output_matrices,
+            bias,
+            layer.active_thresholds,
+            self.settings.graded_rows,
+            self.settings.activation,
+        )
+
+    def _check_sizes(self, layer: Any, k_part: int, n_parts: list[int], k: int) -> None:
+        for member in self.members:
+            if member.module.in_features != k:
+                raise ValueError(
+                    f"{member.name} has {member.module.in_features} inputs in quantization_config, {k} in the model: "
+                    "the two parts of config.json do not belong together"
+                )
+        wanted, stored = sum(_full_outputs(layer, n_parts)), sum(m.module.out_features for m in self.members)
+        if wanted != stored:
+            names = ", ".join(m.name for m in self.members)
+            raise ValueError(
+                f"{names} have {stored} outputs in quantization_config, {wanted} in the model: "
+                "the two parts of config.json do not belong together"
+            )
+        if k_part % TILE or any(n % TILE for n in n_parts):
+            row = k_part != k
+            shards = f"{k} inputs give {k_part}" if row else f"{_full_outputs(layer, n_parts)} outputs give {n_parts}"
+            raise ValueError(
+                f"{self.prefix}: with tensor parallel size {layer.tp_size}, {shards} a rank, which does not fall on borders of "
+                f"{TILE}-wide tiles. Legal tensor parallel sizes for this layer: {_legal_tp_sizes(layer, k if row else None)}"
+            )
+
+
+def _full_outputs(layer: Any, n_parts: list[int]) -> list[int]:
+    """Outputs of every part over all ranks, each counted once where vLLM replicates KV heads."""
+    if hasattr(layer, "total_num_kv_heads") and len(n_parts) == 3:
+        heads, kv_heads, size = layer.total_num_heads, layer.total_num_kv_heads, layer.head_size
+        return [heads * size, kv_heads * size, kv_heads * getattr(layer, "v_head_size", size)]
+    return list(getattr(layer, "output_sizes", None) or [layer.output_size])
+
+
+def _legal_tp_sizes(layer: Any, sharded_inputs: int | None) -> list[int]:
+    """Sizes up to 64 at which every shard of this layer is whole tiles. sharded_inputs: K of a layer split along its inputs."""
+    if sharded_inputs is not None:
+        return [t for t in range(1, _LARGEST_TP + 1) if sharded_inputs % (TILE * t) == 0]
+    if not hasattr(layer, "total_num_kv_heads"):
+        sizes = _full_outputs(layer, [])
+        return [t for t in range(1, _LARGEST_TP + 1) if all(n % (TILE * t) == 0 for n in sizes)]
+    heads, kv_heads, size = layer.total_num_heads, layer.total_num_kv_heads, layer.head_size
+    return [
+        t
+        for t in range(1, min(_LARGEST_TP, heads) + 1)
+        if heads % t == 0
+        and (kv_heads % t == 0 or t % kv_heads == 0)
+        and heads // t * size % TILE == 0
+        and max(kv_heads // t, 1) * size % TILE == 0
+        and max(kv_heads // t, 1) * getattr(layer, "v_head_size", size) % TILE == 0
+    ]

@@ -1,0 +1,268 @@
+"""Loading: from the checkpoint's tensors to this rank's packed weight of a layer, fused or not.
+
+Everything uniform is a vLLM parameter that vLLM's own loader slices, fuses and replicates. The extension is not uniform: how
+many rows a tile owns depends on its bits. So a map of int64 codes (member, first row in that member's extension) goes through
+the same loader under the same rules as the precision map; what arrives in it says which rows this rank needs. No arithmetic of
+ranks, heads or replicas is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.parameter import BasevLLMParameter, PackedColumnParameter, PackedvLLMParameter
+
+from vllm_tilequant import schema as s
+from vllm_tilequant.kernels import layout
+
+_DTYPES = {
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+_FLOATS = ("BF16", "F16", "F32")
+#: A start code is member << _SHIFT | first row; -1 where nothing was loaded.
+_SHIFT = 40
+_ROW_MASK = (1 << _SHIFT) - 1
+
+
+@dataclass(frozen=True)
+class Member:
+    """One module of the checkpoint inside a layer of vLLM. name: as in the checkpoint; specs: its tensors by suffix."""
+
+    name: str
+    module: s.Module
+    specs: dict[str, s.TensorSpec]
+
+
+@dataclass(frozen=True)
+class LoadedLayer:
+    """This rank's part of a layer. thresholds: [P, 4] float32, a row per stored profile."""
+
+    weight: layout.PackedWeight
+    thresholds: Tensor
+
+
+@dataclass
+class LayerLoading:
+    """What a layer keeps between `create_weights` and `process_weights_after_loading`.
+
+    layer: the vLLM layer; prefix: its name in vLLM; members: in the order of its outputs
+    load: vLLM's loader of this layer, `load(param, tensor)` or `load(param, tensor, shard_id)`
+    """
+
+    layer: Any
+    prefix: str
+    members: list[Member]
+    load: Callable[..., None]
+    n_transforms: int
+    arrived: set[tuple[int, str]] = field(default_factory=set)
+    stash: dict[int, Tensor] = field(default_factory=dict)  # member -> its whole extension, until its map is here
+    extensions: dict[int, Tensor] = field(default_factory=dict)  # member -> rows of the extension that this rank needs
+    thresholds_of: int | None = None
+    inside_bias: bool = False
+
+    def create(self, n: int, k: int, profiles: int) -> None:
+        """Register this rank's parameters for [n, k] weights. All have two dimensions at most."""
+        tiles = (n // s.TILE, k // s.TILE)
+        words = dict(input_dim=0, output_dim=1, packed_dim=1, packed_factor=s.OUTPUTS_PER_WORD)
+        by_tile = dict(input_dim=1, output_dim=0, packed_dim=0, packed_factor=s.TILE)
+        by_row = dict(output_dim=0, packed_dim=0, packed_factor=s.TILE)
+
+        def register(suffix: str, kind: type, data: Tensor, **dims: Any) -> None:
+            self.layer.register_parameter(suffix, kind(data=data, weight_loader=self.loader(suffix), **dims))
+
+        for plane in (s.PLANE0, s.PLANE1):
+            data = torch.empty(k, n // s.OUTPUTS_PER_WORD, dtype=torch.int32)
+            register(plane, PackedvLLMParameter, data, **words)
+        register(s.MAP, PackedvLLMParameter, torch.zeros(tiles, dtype=torch.uint8), **by_tile)
+        register(s.SCALE, PackedvLLMParameter, torch.full(tiles, float("nan")), **by_tile)
+        register(s.OUTPUT_TRANSFORM, PackedColumnParameter, torch.zeros(tiles[0], 1, dtype=torch.uint8), **by_row)
+        register(s.THRESHOLDS, BasevLLMParameter, torch.full((profiles, len(s.LEVELS) - 1), float("nan")))
+        # A place for the loader to find; what arrives is kept beside it, whatever its length.
+        register(s.EXTENSION, BasevLLMParameter, torch.empty(0, s.WORDS_PER_TILE_PLANE, dtype=torch.int32))
+        # Not registered: the checkpoint has no tensor of this name, and vLLM can be told to demand one for every parameter.
+        codes = torch.full(tiles, -1, dtype=torch.int64, device="cpu")
+        self.starts = PackedvLLMParameter(data=codes, weight_loader=self.load, **by_tile)
+        # vLLM creates the bias after us, with whatever `layer.weight_loader` then is.
+        self._load_bias = self.layer.weight_loader
+        self.layer.weight_loader = self.bias_loader
+
+    def loader(self, suffix: str) -> Callable[..., None]:
+        """The `weight_loader` of one parameter: check what arrives, then let vLLM place it."""
+
+        def load(param: Tensor, loaded_weight: Tensor, shard_id: Any = None) -> None:
+            part = self._arrive(suffix, loaded_weight, shard_id)
+            if suffix == s.EXTENSION:
+                self.stash[part] = loaded_weight
+            elif suffix == s.THRESHOLDS:
+                self._set_thresholds(param, loaded_weight, part)
+            else:
+                self._place(param, loaded_weight, shard_id)
+                if suffix == s.MAP:
+                    for name in ("tp_rank", "tp_size"):  # the layer stamps its registered parameters, some with its own
+                        if hasattr(param, name):
+                            setattr(self.starts, name, getattr(param, name))
+                    starts = layout.extension_starts(loaded_weight.cpu()) | part << _SHIFT
+                    self._place(self.starts, starts, shard_id)
+            self._cut(part)
+
+        return load
+
+    def bias_loader(self, param: Tensor, loaded_weight: Tensor, shard_id: Any = None) -> None:
+        """vLLM's plain loader with our check before it. Where a bias is fused in the checkpoint, it calls itself by part."""
+        if self.inside_bias:
+            return self._place_bias(param, loaded_weight, shard_id)
+        self._arrive(s.BIAS, loaded_weight, shard_id)
+        self.inside_bias = True
+        try:
+            self._place_bias(param, loaded_weight, shard_id)
+        finally:
+            self.inside_bias = False
+
+    def finish(self) -> LoadedLayer:
+        """Check that everything came, and join the members. Raises `ValueError` listing every missing tensor."""
+        biased = getattr(self.layer, "bias", None) is not None
+        missing = [
+            f"{m.name}.{suffix}"
+            for part, m in enumerate(self.members)
+            for suffix in {**m.specs, **({s.BIAS: None} if biased else {})}
+            if (part, suffix) not in self.arrived
+        ]
+        if missing:
+            raise ValueError(
+                f"{self.prefix}: {len(missing)} tensors of the checkpoint did not arrive:\n  " + "\n  ".join(missing)
+            )
+        layer, starts = self.layer, self.starts.data
+        if bool((starts < 0).any()):
+            raise ValueError(
+                f"{self.prefix}: {int((starts < 0).sum())} tiles of the layer belong to no module of the checkpoint"
+            )
+        offsets, rows = [], 0
+        for part in range(len(self.members)):
+            offsets.append(rows)
+            rows += self.extensions[part].shape[0]
+        bits = layer.get_parameter(s.MAP).data
+        starts = (starts & _ROW_MASK) + torch.tensor(offsets, dtype=torch.int64, device="cpu")[starts >> _SHIFT]
+        joined = torch.cat([self.extensions[part] for part in range(len(self.members))])
+        extension = layout.gather_extension(joined, starts, bits.cpu()).to(bits.device)
+        weight = layout.PackedWeight(
+            layer.get_parameter(s.PLANE0).data,
+            layer.get_parameter(s.PLANE1).data,
+            extension,
+            bits,
+            layer.get_parameter(s.SCALE).data,
+            layer.get_parameter(s.OUTPUT_TRANSFORM).data[:, 0].contiguous(),
+        )
+        return LoadedLayer(weight, layer.get_parameter(s.THRESHOLDS).data)
+
+    def release(self) -> None:
+        """Take every parameter and loader of ours off the layer again."""
+        for suffix in (s.PLANE0, s.PLANE1, s.MAP, s.SCALE, s.OUTPUT_TRANSFORM, s.THRESHOLDS, s.EXTENSION):
+            delattr(self.layer, suffix)
+        del self.layer.weight_loader  # the class's own shows again
+        self.stash.clear()
+        self.extensions.clear()
+        del self.starts
+
+    def fill_dummy(self) -> None:
+        """Legal made-up tensors for `--load-format dummy`, with the checkpoint's share of every width."""
+        layer, g = self.layer, torch.Generator().manual_seed(0)
+        for plane in (s.PLANE0, s.PLANE1):
+            layer.get_parameter(plane).data.zero_()
+        bits = layer.get_parameter(s.MAP).data
+        counts: dict[int, int] = {}
+        for m in self.members:
+            for width, count in m.module.tile_counts.items():
+                counts[width] = counts.get(width, 0) + count
+        widths = torch.tensor([w for w, c in sorted(counts.items()) for _ in range(c)], dtype=torch.uint8, device="cpu")
+        chosen = widths[(torch.randperm(bits.numel(), generator=g, device="cpu") * len(widths)) // bits.numel()].view(
+            bits.shape
+        )
+        bits.copy_(chosen)
+        self.starts.data = layout.extension_starts(chosen)
+        rows = int(layout.extension_rows_per_tile(chosen).sum())
+        empty = torch.zeros(0, s.WORDS_PER_TILE_PLANE, dtype=torch.int32, device="cpu")
+        self.extensions = {part: empty for part in range(len(self.members))}
+        self.extensions[0] = empty.new_zeros(rows, s.WORDS_PER_TILE_PLANE)
+        layer.get_parameter(s.SCALE).data.fill_(1e-4)
+        layer.get_parameter(s.OUTPUT_TRANSFORM).data.zero_()
+        thresholds = layer.get_parameter(s.THRESHOLDS).data
+        thresholds.copy_(torch.arange(1.0, thresholds.shape[1] + 1).expand_as(thresholds))
+        suffixes = [suffix for m in self.members for suffix in m.specs] + [s.BIAS]
+        self.arrived = {(part, suffix) for part in range(len(self.members)) for suffix in suffixes}
+
+    def _arrive(self, suffix: str, tensor: Tensor, shard_id: Any) -> int:
+        """Check a tensor against the format and note it; returns its member. Raises `ValueError` naming the tensor."""
+        part = self._part(shard_id)
+        member = self.members[part]
+        name = f"{member.name}.{suffix}"
+        spec = member.specs.get(suffix)
+        if spec is None:  # only a bias can be: the model has one that the checkpoint's config does not announce
+            spec = s.TensorSpec(_FLOATS, (member.module.out_features,))
+        if tensor.dtype not in [_DTYPES[d] for d in spec.dtypes] or tuple(tensor.shape) != spec.shape:
+            raise ValueError(
+                f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, "
+                f"wanted {' or '.join(str(_DTYPES[d]).removeprefix('torch.') for d in spec.dtypes)} {list(spec.shape)}"
+            )
+        if (part, suffix) in self.arrived:
+            raise ValueError(f"{name} arrived twice: the checkpoint holds it in two files")
+        if faults := layout.payload_faults({suffix: tensor}, member.module.tile_counts, self.n_transforms):
+            raise ValueError("; ".join(f"{member.name}.{fault}" for fault in faults))
+        self.arrived.add((part, suffix))
+        return part
+
+    def _part(self, shard_id: Any) -> int:
+        """Which member a shard is. vLLM says "q", "k", "v", an index or several among the layer's outputs, or nothing."""
+        if len(self.members) == 1:
+            return 0
+        if isinstance(shard_id, str):
+            order = ("q", "k", "v", "index_q", "index_k")[: len(self.members)]
+            if shard_id in order:
+                return order.index(shard_id)
+        elif shard_id is not None:
+            first = shard_id[0] if isinstance(shard_id, tuple) else shard_id
+            begin, want = 0, sum(self.layer.output_sizes[:first])
+            for part, member in enumerate(self.members):
+                if begin == want:
+                    return part
+                begin += member.module.out_features
+        raise ValueError(
+            f"{self.prefix}: vLLM loads shard {shard_id!r}, which is none of the modules {[m.name for m in self.members]}"
+        )
+
+    def _place(self, param: Tensor, tensor: Tensor, shard_id: Any) -> None:
+        # Loaders of unfused layers take no shard; those of fused ones default to None.
+        self.load(param, tensor) if shard_id is None else self.load(param, tensor, shard_id)
+
+    def _place_bias(self, param: Tensor, tensor: Tensor, shard_id: Any) -> None:
+        self._load_bias(param, tensor) if shard_id is None else self._load_bias(param, tensor, shard_id)
+
+    def _set_thresholds(self, param: Tensor, tensor: Tensor, part: int) -> None:
+        """The members of a layer read the same input once, hence at one set of thresholds."""
+        if self.thresholds_of is None:
+            self.thresholds_of = part
+            param.data.copy_(tensor)
+        elif not torch.equal(param.data.cpu(), tensor.cpu()):
+            a, b = self.members[self.thresholds_of].name, self.members[part].name
+            raise ValueError(
+                f"{self.prefix}: {a}.{s.THRESHOLDS} and {b}.{s.THRESHOLDS} differ, though the two share their input; "
+                "modules of one input group need identical thresholds"
+            )
+
+    def _cut(self, part: int) -> None:
+        """Keep of a member's extension what this rank needs, once its map tells, so that no rank holds all of the rest."""
+        if part not in self.stash or (part, s.MAP) not in self.arrived:
+            return
+        codes = self.starts.data
+        rows = ((codes >> _SHIFT) == part).all(1)  # a tile row belongs to one member
+        bits = self.layer.get_parameter(s.MAP).data.cpu()[rows]
+        full = self.stash.pop(part).cpu()
+        self.extensions[part] = layout.gather_extension(full, codes[rows] & _ROW_MASK, bits)
+        codes[rows] = layout.extension_starts(bits) | part << _SHIFT
