@@ -107,7 +107,7 @@ def digest(*parts: Path | str) -> str:
 def run(command: list[str], *, what: str, env: dict[str, str] | None = None, quiet: bool = False) -> str:
     """Run a program in a process group of its own, so that an interrupt ends all of it; its output is shown unless `quiet`.
 
-    Returns stdout when quiet. A failure carries the program's last line, which for our own commands is the message.
+    Returns stdout when quiet. A failure carries what the program said last.
     """
     pipe = subprocess.PIPE
     merged = os.environ | QUIET | (env or {})
@@ -116,21 +116,30 @@ def run(command: list[str], *, what: str, env: dict[str, str] | None = None, qui
         try:
             if quiet:
                 out, err = process.communicate()
-                last = (err.strip() or out.strip()).splitlines()[-1:]
+                lines = (err.strip() or out.strip()).splitlines()
             else:
-                out, last = "", []
+                out, lines = "", []
                 assert process.stdout is not None
                 for line in process.stdout:
                     print("    " + line.rstrip(), flush=True)
-                    last = [line.strip()] if line.strip() else last
+                    lines = [*lines[-40:], line.rstrip()] if line.strip() else lines
                 process.wait()
         except BaseException:
             stop_group(process)
             raise
     if process.returncode:
-        reason = last[0].removeprefix("error: ") if last else f"exit code {process.returncode}"
+        reason = message(lines) or f"exit code {process.returncode}"
         raise QuickstartError(f"{what} failed: {reason}")
     return out
+
+
+def message(lines: list[str]) -> str:
+    """What a failed program had to say: our command's own message in one line, else its last line."""
+    for i, line in enumerate(lines):
+        if line.startswith("tilequant: "):
+            return " ".join(part.strip() for part in lines[i : i + 3]).removeprefix("tilequant: ")
+    words = [line.strip(" │") for line in lines if re.search(r"\w", line)]  # not the frame around a usage message
+    return words[-1].removeprefix("error: ") if words else ""
 
 
 def stop_group(process: subprocess.Popen[str], grace_s: float = 20) -> None:
@@ -265,7 +274,7 @@ def verify(steps: Steps, out: Path) -> None:
         run([str(BIN / "tilequant"), "verify", str(out)], what="tilequant verify", env=OFFLINE)
 
 
-def evaluate(steps: Steps, model: str, local: bool, out: Path) -> dict[str, Any]:
+def evaluate(steps: Steps, model: str, local: bool, out: Path) -> list[dict[str, Any]]:
     """Perplexity before and after, KL divergence, stored and loaded bits on text that calibration has not seen."""
     text = TEXTS / "heldout.txt"
     result = out.with_name(out.name + ".quality.json")
@@ -347,16 +356,15 @@ def ask(steps: Steps, serve_env: Path, url: str) -> str:
     return reply["text"]
 
 
-def summary(quality: dict[str, Any]) -> str:
-    """The measured numbers, from the JSON of `tilequant evaluate`."""
-    rows = {row["phase"]: row for row in quality["rows"]}
-    before = quality.get("ppl_reference") or quality["rows"][0]["ppl_reference"]
+def summary(quality: list[dict[str, Any]]) -> str:
+    """The measured numbers, from the rows of `tilequant evaluate`."""
+    rows = {row["phase"]: row for row in quality}
     static, graded = rows["static"], rows["graded"]
-    tokens = static.get("tokens", TOKENS)
+    before, tokens = static["ppl_reference"], static["tokens"]
     return "\n".join(
         [
             f"  stored bits per weight     {static['stored_bits']:8.3f}   (source: 16)",
-            f"  loaded bits per weight     {graded['loaded_bits']:8.3f}   (decode, profile {graded.get('profile', '3.0')})",
+            f"  loaded bits per weight     {graded['loaded_bits']:8.3f}   (decode, profile {graded['profile']})",
             f"  perplexity before          {before:8.3f}   ({tokens} tokens of configs/calibration/heldout.txt)",
             f"  perplexity after, prompts  {static['ppl']:8.3f}   (KL {static['kl_milli']:.1f} milli-nats)",
             f"  perplexity after, decode   {graded['ppl']:8.3f}   (KL {graded['kl_milli']:.1f} milli-nats)",
