@@ -1,0 +1,151 @@
+"""Greedy text of a running server against greedy text of the same checkpoint in transformers, token by token.
+
+    vllm serve FOLDER --quantization tilequant --dtype float32 --max-model-len 512 \\
+        --additional-config '{"tilequant": {"profile": "3.0", "activation": "group64"}}'
+    python benchmarks/compare_server.py --checkpoint FOLDER --server http://127.0.0.1:8000/v1 --profile 3.0
+
+Both sides are in float32 and take one prompt at a time, so that every product sees the same number of rows: the prompt's,
+then one per token. The reference is not the server's code path (see `vllm_tilequant/hf.py`). Exit code 0 only if all texts
+are equal, 1 if one differs, 2 if the comparison could not be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from vllm_tilequant import hf
+from vllm_tilequant.kernels.dispatch import GRADED_ROWS
+from vllm_tilequant.schema import ACTIVATIONS, PROFILE_OFF
+
+#: Of more tokens than the graded limit each, so that the prompt itself runs at stored precision.
+PROMPTS = (
+    "The lighthouse keeper wrote one line in his diary every evening, and tonight the line was about",
+    "To bake a loaf of bread at home you need flour, water, salt and yeast. First, mix the",
+    "A list of five things that a gardener does in early spring before the first flowers open:",
+    "The train from the coast was late again, so the two sisters sat on the bench and talked about",
+    "Water boils at a lower temperature on a high mountain than at the sea because the pressure",
+    "def count_words(text):\n    # Return a dictionary with the number of times each word occurs\n",
+    "Question: Which planet of the solar system has the most moons, and how were they found?\nAnswer:",
+    "In the year the old bridge was closed, the people of the valley had to cross the river by",
+    "Dear Sir or Madam, I am writing to ask whether the library will be open on the first Sunday of",
+    "Three friends share a bag of twelve apples equally. Each friend eats one apple, so each one has",
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One greedy token and the distance in logits to the second best: small ones may fall either way between two programs."""
+
+    token: int
+    margin: float
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, prompt: list[int], tokens: int) -> list[Step]:
+    """`tokens` greedy tokens after `prompt` with a KV cache: one call of len(prompt) rows, then calls of one row."""
+    ids, cache, steps = torch.tensor([prompt], device=model.device), None, []
+    for _ in range(tokens):
+        out = model(ids, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        best = out.logits[0, -1].float().topk(2)
+        steps.append(Step(int(best.indices[0]), float(best.values[0] - best.values[1])))
+        ids = best.indices[:1].view(1, 1)
+    return steps
+
+
+def call(url: str, payload: dict[str, Any] | None = None, timeout: float = 600) -> dict[str, Any]:
+    """GET, or POST of JSON; raises `OSError` with the server's own words."""
+    data = None if payload is None else json.dumps(payload).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as e:
+        raise OSError(f"{url}: {e.code} {e.read().decode(errors='replace')[:500]}") from None
+    except urllib.error.URLError as e:
+        raise OSError(f"{url}: {e.reason}: is the server running?") from None
+
+
+def served_tokens(server: str, model: str, prompt: list[int], tokens: int) -> list[int]:
+    """The server's greedy tokens, end-of-text not respected."""
+    payload = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        # a cached prefix would leave a prompt of fewer rows, which may then be computed graded
+        "cache_salt": uuid.uuid4().hex,
+    }
+    choice = call(f"{server}/completions", payload)["choices"][0]
+    if not choice.get("token_ids"):
+        raise OSError(f"{server} gives no token_ids: it is too old, or not vLLM")
+    return choice["token_ids"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True, type=Path)
+    parser.add_argument("--server", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--profile", help="what the server runs with; the checkpoint's default if left out")
+    parser.add_argument("--activation", choices=ACTIVATIONS, default="group64", help="what the server runs with")
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    try:
+        return compare(args)
+    except (OSError, ValueError) as e:
+        print(f"compare_server: {e}", file=sys.stderr)
+        return 2
+
+
+def compare(args: argparse.Namespace) -> int:
+    server = args.server.rstrip("/")
+    served = call(f"{server}/models")["data"][0]["id"]
+    tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
+    if args.profile == PROFILE_OFF and args.activation == "none":
+        model = hf.load_dense(args.checkpoint, device=args.device)
+    else:
+        model = hf.load_reference(
+            args.checkpoint, profile=args.profile, activation=args.activation, device=args.device, graded="rows"
+        )
+    equal = 0
+    prompts = PROMPTS[: args.prompts]
+    for number, text in enumerate(prompts, 1):
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(prompt) <= GRADED_ROWS:
+            raise ValueError(f"prompt {number} has {len(prompt)} tokens with this tokenizer, wanted more than {GRADED_ROWS}")
+        want = greedy(model, prompt, args.tokens)
+        got = served_tokens(server, served, prompt, args.tokens)
+        first = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a.token != b), None)
+        if first is None and len(got) == len(want):
+            equal += 1
+            print(f"{number:2} equal, {len(prompt)} + {len(got)} tokens: {tokenizer.decode(got)[:60]!r}")
+            continue
+        first = min(len(got), len(want)) if first is None else first
+        print(f"{number:2} DIFFERS at token {first} of {len(want)}")
+        if first < min(len(got), len(want)):
+            step = want[first]
+            print(f"   reference {tokenizer.decode([step.token])!r}, leading its second best by {step.margin:.2e}")
+            print(f"   server    {tokenizer.decode([got[first]])!r}")
+        else:
+            print(f"   the server gave {len(got)} tokens")
+    print(f"{equal} of {len(prompts)} texts equal")
+    return 0 if equal == len(prompts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,375 @@
+"""A checkpoint in transformers: the independent reference for quality numbers and for comparing with a server.
+
+`TileLinear` multiplies with dense float32 weights, one per level, in the basis of the source model. That is on purpose not the
+arithmetic of the serving path (`kernels.portable.graded_linear`: integer sums per tile, rotated basis), so that an agreement of
+the two says something. It also works on thousands of rows at once, which the serving path does not need.
+
+Importing this module makes `AutoModelForCausalLM.from_pretrained` on a tilequant folder fail with a sentence, where
+transformers alone would warn, skip the quantization and return random weights.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from vllm_tilequant.checkpoint.reader import Checkpoint
+from vllm_tilequant.kernels import layout, portable
+from vllm_tilequant.kernels.dispatch import GRADED_ROWS, takes_graded
+from vllm_tilequant.schema import ACTIVATIONS, LEVELS, PROFILE_FULL, PROFILE_OFF, QUANT_METHOD, TILE, QuantizationSchema
+
+Graded = Literal["rows", "always", "never"]
+#: Thresholds of profile `full`: every |x| is greater, so that every channel is read at all its stored bits.
+FULL_THRESHOLDS = (-1.0, -1.0, -1.0, -1.0)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How every `TileLinear` of a model computes.
+
+    profile: a stored profile, `full` or `off` (no grading, whatever `graded` says)
+    activation: `none` or `group64` (INT8 per row and 64 inputs)
+    graded: `never`; `always`, at every position; `rows`, as a server does: graded up to `graded_rows` rows of one call
+    """
+
+    profile: str
+    activation: str
+    graded: Graded
+    graded_rows: int = GRADED_ROWS
+
+    def check(self, schema: QuantizationSchema) -> Mode:
+        """Return self; raises `FormatError` on an unknown profile, `ValueError` on an unknown activation or `graded`."""
+        if self.profile not in (PROFILE_FULL, PROFILE_OFF):
+            schema.profile_row(self.profile)
+        for name, value, choices in (
+            ("activation", self.activation, ACTIVATIONS),
+            ("graded", self.graded, ("rows", "always", "never")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} is {value!r}, wanted one of {choices}")
+        return self
+
+    def takes_graded(self, rows: int) -> bool:
+        if self.profile == PROFILE_OFF or self.graded == "never":
+            return False
+        return self.graded == "always" or takes_graded(rows, self.graded_rows)
+
+
+@dataclass
+class ReadCounts:
+    """What the linears read since the last reset, over all modules, positions and calls."""
+
+    loaded_bits: float = 0.0  #: code bits
+    weights: float = 0.0  #: rows x N x K
+    channels: tuple[float, ...] = (0.0,) * len(LEVELS)  #: weights read at each level, as `LEVELS`; stays 0 in static products
+
+    def __add__(self, other: ReadCounts) -> ReadCounts:
+        channels = tuple(a + b for a, b in zip(self.channels, other.channels, strict=True))
+        return ReadCounts(self.loaded_bits + other.loaded_bits, self.weights + other.weights, channels)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.loaded_bits / self.weights if self.weights else float("nan")
+
+    @property
+    def level_shares(self) -> list[float] | None:
+        """Share of channels at 0, 2, 4, 6, 8 bits, each channel weighted by its module's outputs; None without grading."""
+        total = sum(self.channels)
+        return [c / total for c in self.channels] if total else None
+
+
+class Shared:
+    """What all `TileLinear` modules of one model have in common; lies at `model.tilequant`."""
+
+    def __init__(self, schema: QuantizationSchema, mode: Mode, cache_levels: bool):
+        self.schema = schema
+        self.mode = mode.check(schema)
+        self.cache_levels = cache_levels
+        self.layers: dict[str, TileLinear] = {}
+
+
+def fast_levels(x: Tensor, thresholds: Tensor) -> Tensor:
+    """`reference.levels_ref` without its fifth dimension: [M, K] float, [4] float32 ascending -> [M, K] uint8."""
+    return (2 * torch.bucketize(x.float().abs(), thresholds, out_int32=True)).to(torch.uint8)
+
+
+class TileLinear(nn.Module):
+    """One quantized linear with dense arithmetic. forward: [..., K] float -> [..., N] in the input's dtype.
+
+    Nothing in it is a parameter or in the state dict: it computes, it is not trained or saved.
+    """
+
+    def __init__(
+        self,
+        weight: layout.PackedWeight,
+        transforms: Tensor,
+        thresholds: Tensor,
+        bias: Tensor | None,
+        *,
+        shared: Shared,
+        dtype: torch.dtype,
+    ):
+        """transforms: [n, 64, 64] float64; thresholds: [P, 4] float32 as the schema's profiles; bias: [N] float or None."""
+        super().__init__()
+        self.out_features, self.in_features = weight.out_features, weight.in_features
+        self.shared = shared
+        self.packed = weight
+        self.transforms = transforms
+        self.weight = portable.dequantize(weight, transforms, dtype)  # [N, K] dtype, at stored precision
+        device = self.weight.device
+        self.bias = None if bias is None else bias.to(device, dtype)
+        rows = [*thresholds.tolist(), FULL_THRESHOLDS]
+        names = [*shared.schema.profiles.names, PROFILE_FULL]
+        self.thresholds = {n: torch.tensor(r, device=device) for n, r in zip(names, rows, strict=True)}  # [4] float32 each
+        self.cost = layout.level_cost(weight.tile_bits)  # [5, K/64] float64
+        self.stored_code_bits = layout.tile_code_bits(weight.tile_bits)
+        self._levels: dict[int, Tensor] = {}
+        self._static_rows = 0
+        self._graded_rows = 0
+        self._counts = torch.zeros(len(LEVELS), self.in_features // TILE, dtype=torch.float64, device=device)
+
+    def extra_repr(self) -> str:
+        bits = self.packed.tile_bits.float().mean()
+        return f"in_features={self.in_features}, out_features={self.out_features}, mean tile bits={bits:.2f}"
+
+    def level_weight(self, level: int) -> Tensor:
+        """[N, K] float32 in the source model's basis, every channel read at `level` > 0 bits."""
+        if level == LEVELS[-1] and self.weight.dtype == torch.float32:
+            return self.weight
+        cached = self._levels.get(level)
+        if cached is None:
+            cached = portable.dequantize(self.packed, self.transforms, torch.float32, level)
+            if self.shared.cache_levels:
+                self._levels[level] = cached
+        return cached
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        mode = self.shared.mode
+        if mode.takes_graded(rows.shape[0]):
+            y = self._graded(rows, self.thresholds[mode.profile], mode.activation)
+        else:
+            self._static_rows += rows.shape[0]
+            if mode.activation == "group64":
+                rows = portable.fake_quantize(rows).to(x.dtype)
+            y = F.linear(rows, self.weight, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _graded(self, x: Tensor, thresholds: Tensor, activation: str) -> Tensor:
+        """[M, K] -> [M, N]: one dense float32 product per level, with the channels of the other levels at zero."""
+        levels = fast_levels(x, thresholds)
+        a = portable.fake_quantize(x) if activation == "group64" else x.float()
+        y = torch.zeros(x.shape[0], self.out_features, device=x.device)
+        for i, level in enumerate(LEVELS):
+            mask = levels == level
+            count = mask.sum(0).view(-1, TILE).sum(1)  # [K/64]
+            self._counts[i] += count
+            if level and bool(count.any()):
+                y += F.linear(a.where(mask, 0.0), self.level_weight(level))
+        self._graded_rows += x.shape[0]
+        if self.bias is not None:
+            y += self.bias.float()
+        return y.to(x.dtype)
+
+    def take_counts(self) -> ReadCounts:
+        """What was read since the last call, which also resets it."""
+        n, k = self.out_features, self.in_features
+        loaded = float((self.cost.to(self._counts.device) * self._counts).sum()) + self._static_rows * self.stored_code_bits
+        channels = tuple((self._counts.sum(1) * n).tolist())
+        counts = ReadCounts(loaded, float(self._static_rows + self._graded_rows) * n * k, channels)
+        self._static_rows = self._graded_rows = 0
+        self._counts.zero_()
+        return counts
+
+
+def set_mode(model: nn.Module, **changes: Any) -> None:
+    """Change `profile`, `activation`, `graded` or `graded_rows` of a loaded model, from the next call on."""
+    shared = _shared(model)
+    shared.mode = replace(shared.mode, **changes).check(shared.schema)
+
+
+def set_profile(model: nn.Module, profile: str) -> None:
+    """Switch a loaded model to a stored profile, `full` or `off`; raises `FormatError` listing the legal values."""
+    set_mode(model, profile=profile)
+
+
+def take_counts(model: nn.Module) -> ReadCounts:
+    """Sum of what all linears read since the last call, which also resets it."""
+    return sum((layer.take_counts() for layer in _shared(model).layers.values()), ReadCounts())
+
+
+def _shared(model: nn.Module) -> Shared:
+    shared = getattr(model, "tilequant", None)
+    if not isinstance(shared, Shared):
+        raise TypeError(f"{type(model).__name__} was not loaded by vllm_tilequant.hf.load_reference")
+    return shared
+
+
+def load_reference(
+    folder: str | Path,
+    *,
+    profile: str | None = None,
+    activation: str = "group64",
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    graded: Graded = "rows",
+    graded_rows: int = GRADED_ROWS,
+    cache_levels: bool | None = None,
+) -> PreTrainedModel:
+    """The checkpoint as a transformers model whose quantized linears are `TileLinear`.
+
+    profile: None takes the checkpoint's default. cache_levels: keep the dense float32 weights of all levels (12 more bytes a
+    weight, 16 where `dtype` is not float32) instead of building them in every call; None decides by the free memory.
+    Raises `FormatError` where the checkpoint is not one, `ValueError` where its modules do not fit the model or a mode is
+    unknown.
+    """
+    checkpoint = Checkpoint.open(Path(folder))
+    schema = checkpoint.schema
+    mode = Mode(profile or schema.profiles.default, activation, graded, graded_rows).check(schema)
+    device = torch.device(device)
+    if cache_levels is None:
+        weights = sum(m.out_features * m.in_features for m in schema.modules.values())
+        cache_levels = weights * (12 if dtype == torch.float32 else 16) < _free_bytes(device) // 2
+    model = _empty_model(checkpoint, dtype)
+    shared = Shared(schema, mode, cache_levels)
+    transforms = checkpoint.transforms.to(device)
+    for name in schema.modules:
+        m = checkpoint.module(name)
+        layer = TileLinear(layout.to_device(m.weight, device), transforms, m.thresholds, m.bias, shared=shared, dtype=dtype)
+        shared.layers[name] = layer
+        _replace(model, name, layer)
+    _load_dense(model, checkpoint, ())
+    model.tilequant = shared  # type: ignore[assignment]
+    return _ready(model, device)
+
+
+def load_dense(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """The checkpoint as a plain transformers model: every quantized linear dequantized at stored precision.
+
+    Equals profile `off` with activation `none`. Raises as `load_reference` does.
+    """
+    checkpoint = Checkpoint.open(Path(folder))
+    model = _empty_model(checkpoint, dtype)
+    loaded = []
+    for name in checkpoint.schema.modules:
+        m, linear = checkpoint.module(name), cast(nn.Linear, model.get_submodule(name))
+        with torch.no_grad():
+            linear.weight.copy_(portable.dequantize(m.weight, checkpoint.transforms, dtype))
+            loaded.append(f"{name}.weight")
+            if m.bias is not None:
+                linear.bias.copy_(m.bias)
+                loaded.append(f"{name}.bias")
+    _load_dense(model, checkpoint, loaded)
+    return _ready(model, torch.device(device))
+
+
+def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """The architecture of config.json in memory nobody has written to; each quantized module an `nn.Linear` of its shape."""
+    config = AutoConfig.from_pretrained(checkpoint.folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with no_init_weights():  # untouched pages cost nothing; buffers such as rotary frequencies are computed as always
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()  # part of the initialization that was left out
+    found = dict(model.named_modules())
+    faults = []
+    for name, m in checkpoint.schema.modules.items():
+        linear = found.get(name)
+        if not isinstance(linear, nn.Linear):
+            faults.append(f"{name}: the model has {type(linear).__name__ if linear else 'no such module'}, wanted Linear")
+        elif (linear.out_features, linear.in_features) != (m.out_features, m.in_features):
+            shape = [linear.out_features, linear.in_features]
+            faults.append(f"{name}: the model has {shape}, the checkpoint [{m.out_features}, {m.in_features}]")
+        elif (linear.bias is not None) != m.bias:
+            faults.append(f"{name}: bias is {linear.bias is not None} in the model, {m.bias} in the checkpoint")
+    if faults:
+        raise ValueError(f"{checkpoint.folder} does not fit {type(model).__name__}:\n  " + "\n  ".join(faults))
+    return model
+
+
+def _load_dense(model: PreTrainedModel, checkpoint: Checkpoint, already: Iterable[str]) -> None:
+    """Copy every tensor that is not quantized; `ValueError` names tensors without a place and places without a tensor."""
+    places = model.state_dict(keep_vars=True)
+    filled = {places[name].data_ptr() for name in already}
+    faults = []
+    for name in checkpoint.dense_names:
+        place = places.get(name)
+        if place is None:
+            faults.append(f"{name}: in the checkpoint, not in the model")
+            continue
+        tensor = checkpoint.tensor(name)
+        if tensor.shape != place.shape:
+            faults.append(f"{name}: {list(tensor.shape)} in the checkpoint, {list(place.shape)} in the model")
+            continue
+        with torch.no_grad():
+            place.copy_(tensor)
+        filled.add(place.data_ptr())  # a tied weight has two names and one address
+    faults += [f"{name}: in the model, not in the checkpoint" for name, p in places.items() if p.data_ptr() not in filled]
+    if faults:
+        raise ValueError(f"{checkpoint.folder} does not fit {type(model).__name__}:\n  " + "\n  ".join(faults))
+
+
+def _ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """For inference on `device`; the linears of `load_reference` lie there already."""
+    nn.Module.to(model, device)
+    return model.eval().requires_grad_(False)
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class TileQuantHfConfig(QuantizationConfigMixin):
+    """What transformers makes of `quantization_config`; holds its fields as they are."""
+
+    def __init__(self, **fields: Any):
+        self.__dict__.update(fields)
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+
+
+class TileQuantHfQuantizer(HfQuantizer):
+    """Refuses `from_pretrained`, which would otherwise leave the quantized linears at random values."""
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "transformers' from_pretrained does not load tilequant checkpoints: use vllm_tilequant.hf.load_reference(folder) "
+            "for graded and static products, vllm_tilequant.hf.load_dense(folder) for a plain model, or serve the folder "
+            "with vLLM"
+        )
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+
+if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantizer(QUANT_METHOD)(TileQuantHfQuantizer)
+if QUANT_METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    register_quantization_config(QUANT_METHOD)(TileQuantHfConfig)
