@@ -275,8 +275,13 @@ def rotate_outputs(weight: Tensor, matrices: Tensor) -> Tensor:
 
 def restore_outputs(y: Tensor, matrices: Tensor) -> Tensor:
     """y = y~ U^T for every output tile. y: [M, N]; matrices: [N/64, 64, 64] or [64, 64]."""
-    tiles = y.view(y.shape[0], -1, 1, TILE)
-    return (tiles @ matrices.mT).view(y.shape)
+    tiles = y.view(y.shape[0], -1, TILE).transpose(0, 1)  # [N/64, M, 64]
+    return (tiles @ matrices.mT).transpose(0, 1).reshape(y.shape)
+
+
+def restore_weight(rotated: Tensor, matrices: Tensor) -> Tensor:
+    """W = U W~ for every output tile: the inverse of `rotate_outputs`. rotated: [N, K]; matrices as there."""
+    return rotate_outputs(rotated, matrices.mT)
 
 
 def to_tensors(w: PackedWeight, thresholds: Tensor) -> dict[str, Tensor]:

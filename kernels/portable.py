@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_tilequant.kernels.layout import PackedWeight, aligned_codes, expand_tiles, restore_outputs
+from vllm_tilequant.kernels.layout import PackedWeight, aligned_codes, expand_tiles, restore_outputs, restore_weight
 from vllm_tilequant.kernels.reference import activation_int8_ref, levels_ref
 from vllm_tilequant.schema import LEVELS, TILE
 
@@ -56,10 +56,9 @@ def level_weight(codes: Tensor, tile_bits: Tensor, tile_scale: Tensor, level: in
 
 def dequantize(w: PackedWeight, transforms: Tensor, dtype: torch.dtype, level: int = LEVELS[-1]) -> Tensor:
     """The dense weight in the basis of the source model: [N, K] `dtype`, each channel read at `level` bits."""
-    rotated = level_weight(aligned_codes(w), w.tile_bits, w.tile_scale, level)
+    rotated = level_weight(aligned_codes(w), w.tile_bits, w.tile_scale, level).contiguous()
     matrices = transforms.to(rotated.device)[w.output_transform.long()]
-    restored = restore_outputs(rotated.double().T.contiguous(), matrices.double()).T  # y = y~ U^T, column by column
-    return restored.to(dtype).contiguous()
+    return restore_weight(rotated.double(), matrices.double()).to(dtype)
 
 
 def fake_quantize(x: Tensor) -> Tensor:

@@ -1,0 +1,145 @@
+"""Watching a model: which linears share an input, their input statistics, their loss gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears that read one and the same input, in model order. Named after the first member."""
+
+    name: str
+    members: tuple[str, ...]
+
+
+def model_inputs(batch: Batch, device: torch.device) -> Batch:
+    """What the model is called with: token ids and mask of one calibration batch, on its device."""
+    return {k: batch[k].to(device) for k in ("input_ids", "attention_mask") if k in batch}
+
+
+def token_mask(batch: Batch) -> Tensor:
+    """[rows, length] bool, False at padding."""
+    mask = batch.get("attention_mask")
+    return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
+
+
+@contextmanager
+def hooked(hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> Iterator[None]:
+    """Remove hooks when the block ends, however it ends."""
+    handles = list(hooks)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def find_groups(model: nn.Module, linears: dict[str, nn.Linear], batch: Batch) -> list[Group]:
+    """Which linears receive the very same tensor, seen in one short forward pass.
+
+    Raises `ValueError` naming linears that the pass never called.
+    """
+    seen: dict[str, Tensor] = {}  # the tensors themselves: an id may be reused once its tensor is freed
+
+    def note(name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple) -> None:
+            seen.setdefault(name, args[0])
+
+        return hook
+
+    device = next(model.parameters()).device
+    short = {k: v[:1, :8] for k, v in model_inputs(batch, device).items()}
+    with hooked(m.register_forward_pre_hook(note(n)) for n, m in linears.items()):
+        model.base_model(**short, use_cache=False)
+    if missing := [n for n in linears if n not in seen]:
+        raise ValueError(f"the calibration text never reached {missing}: ignore these modules or give more text")
+    groups: dict[tuple[int, str], list[str]] = {}
+    for name in linears:
+        parent = name.rpartition(".")[0]
+        groups.setdefault((id(seen[name]), parent), []).append(name)
+    return [Group(members[0], tuple(members)) for members in groups.values()]
+
+
+@torch.no_grad()
+def watch_inputs(
+    model: nn.Module,
+    modules: dict[str, nn.Linear],
+    batches: Iterable[Batch],
+    use: Callable[[str, Tensor], None],
+) -> None:
+    """Run the model and hand `use` the input rows of each watched linear: (name, [M, K]), padding left out."""
+    device = next(model.parameters()).device
+    mask: Tensor | None = None
+
+    def note(name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple) -> None:
+            rows = args[0].reshape(-1, args[0].shape[-1])
+            use(name, rows if mask is None or bool(mask.all()) else rows[mask])
+
+        return hook
+
+    with hooked(m.register_forward_pre_hook(note(n)) for n, m in modules.items()):
+        for batch in batches:
+            mask = token_mask(batch).flatten().to(device)
+            model.base_model(**model_inputs(batch, device), use_cache=False)  # without the head: no logits are needed
+
+
+def watch_gradients(
+    model: nn.Module,
+    modules: dict[str, nn.Linear],
+    batches: Iterable[Batch],
+    use: Callable[[str, Tensor, Tensor], None],
+) -> None:
+    """Forward and backward of the summed next-token loss; `use` gets (name, inputs [M, K], output gradients [M, N]).
+
+    No weight gradient is ever made: all parameters are frozen, the graph starts at the embeddings. Padding is neither target
+    nor row. Raises `ValueError` when a gradient is not finite, with the module's name.
+    """
+    device = next(model.parameters()).device
+    frozen = [(p, p.requires_grad) for p in model.parameters()]
+    mask: Tensor | None = None
+
+    def on_output(name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
+            x = args[0].detach()
+
+            def on_gradient(g: Tensor) -> None:
+                if not bool(g.isfinite().all()):
+                    raise ValueError(f"the loss gradient at {name} is not finite: check the model's dtype and the text")
+                rows, grads = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+                use(name, rows[mask], grads[mask])
+
+            output.register_hook(on_gradient)
+
+        return hook
+
+    hooks = [m.register_forward_hook(on_output(n)) for n, m in modules.items()]
+    embedding = model.get_input_embeddings()
+    hooks.append(embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True)))
+    try:
+        for p, _ in frozen:
+            p.requires_grad_(False)
+        with hooked(hooks), torch.enable_grad():
+            for batch in batches:
+                valid = token_mask(batch).to(device)
+                mask = valid.flatten()
+                inputs = model_inputs(batch, device)
+                logits = model(**inputs, use_cache=False).logits
+                labels = inputs["input_ids"].masked_fill(~valid, -100)
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
+                if not bool(loss.isfinite()):
+                    raise ValueError("the calibration loss is not finite: check the model's dtype and the text")
+                loss.backward()
+    finally:
+        for p, wanted in frozen:
+            p.requires_grad_(wanted)

@@ -1,0 +1,122 @@
+"""Save a calibrated model as an ordinary Hugging Face folder in the tilequant format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import wraps
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.utils import replace_direct_state_dict
+from torch import Tensor, nn
+
+from vllm_tilequant import schema as s
+from vllm_tilequant.calibrate.pipeline import Result
+from vllm_tilequant.kernels import layout
+
+REPORT = "calibration_report.json"
+
+
+def build_schema(result: Result, linears: dict[str, nn.Linear], profiles: list[str], default: str, ignore: list[str]):
+    """The `quantization_config` of a finished calibration, in model order."""
+    group_of = {member: g.name for g in result.groups for member in g.members}
+    modules = {}
+    for name, linear in linears.items():
+        bits, counts = result.weights[name].tile_bits.unique(return_counts=True)
+        modules[name] = s.Module(
+            out_features=linear.out_features,
+            in_features=linear.in_features,
+            tile_counts={int(b): int(c) for b, c in zip(bits, counts, strict=True)},
+            bias=linear.bias is not None,
+            input_group=group_of[name],
+        )
+    return s.QuantizationSchema(
+        quant_method=s.QUANT_METHOD,
+        format_version=s.FORMAT_VERSION,
+        tile=s.TILE,
+        max_bits=8,
+        transforms=result.transforms,
+        profiles=s.Profiles(names=profiles, default=default),
+        ignore=ignore,
+        modules=modules,
+        producer={p: _version(p) for p in ("vllm-tilequant", "llmcompressor", "transformers", "torch")},
+    )
+
+
+def wrap_save_pretrained(model: nn.Module, packed: Callable[[], tuple[Result, s.QuantizationSchema]]) -> None:
+    """Make `model.save_pretrained` write the packed form; `save_compressed=False` still writes the dense model.
+
+    llm-compressor has wrapped the method already and rewrites config.json from the source model's; so the quantization_config
+    is put in last. Packing happens here and not when calibration ends, so that the model stays usable in memory.
+    """
+    inner = model.save_pretrained
+
+    @wraps(inner)
+    def save_pretrained(save_directory: str | Path, *args: Any, save_compressed: bool = True, **kwargs: Any) -> None:
+        if not save_compressed:
+            inner(save_directory, *args, save_compressed=False, **kwargs)
+            return
+        result, schema = packed()
+        group_of = {member: g.name for g in result.groups for member in g.members}
+        modules = dict(model.named_modules())
+        dense = {name: modules[name].weight for name in schema.modules}
+        try:
+            for name in schema.modules:
+                # Clones: two tensors of one checkpoint may not share storage, and members of a group share thresholds.
+                tensors = {
+                    suffix: t.clone()
+                    for suffix, t in layout.to_tensors(result.weights[name], result.thresholds[group_of[name]]).items()
+                }
+                _replace(modules[name], tensors)
+            inner(save_directory, *args, save_compressed=True, **kwargs)
+        finally:
+            for name, weight in dense.items():
+                _replace(modules[name], {"weight": weight})
+        folder = Path(save_directory)
+        _write_config(folder, schema)
+        (folder / REPORT).write_text(json.dumps(result.report, indent=1) + "\n")
+        for file in folder.iterdir():
+            if file.is_file():
+                file.chmod(0o644)  # safetensors writes 0600: a server under another user could not read it
+
+    save_pretrained._overridden = True  # type: ignore[attr-defined]  # what llm-compressor looks for
+    model.save_pretrained = save_pretrained
+
+
+@torch.no_grad()
+def write_dense_back(linears: dict[str, nn.Linear], result: Result) -> None:
+    """Put the dequantized weights into the model, so that it can be tried in memory."""
+    from compressed_tensors.offload import update_offload_parameter
+
+    transforms = layout.transform_stack(result.transforms)
+    for name, linear in linears.items():
+        weight = linear.weight
+        dense = _dequantize(result.weights[name], transforms, weight.dtype)
+        update_offload_parameter(linear, "weight", dense.to(weight.device))
+
+
+def _dequantize(w: layout.PackedWeight, transforms: Tensor, dtype: torch.dtype) -> Tensor:
+    from vllm_tilequant.kernels.portable import dequantize
+
+    return dequantize(w, transforms, dtype)
+
+
+def _replace(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    replace_direct_state_dict(module, tensors | {"bias": module.bias})
+
+
+def _write_config(folder: Path, schema: s.QuantizationSchema) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = schema.dump()
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

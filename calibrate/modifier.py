@@ -1,0 +1,89 @@
+"""`TileQuantModifier`: the llm-compressor modifier. Fields and lifecycle; the work is in `pipeline`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from compressed_tensors.utils import match_named_modules
+from llmcompressor.core import Event, State
+from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.factory import ModifierFactory
+from pydantic import Field, PrivateAttr
+from torch import nn
+
+from vllm_tilequant.calibrate.checkpoint import build_schema, wrap_save_pretrained, write_dense_back
+from vllm_tilequant.calibrate.pipeline import Calibration, Result
+from vllm_tilequant.calibrate.settings import Settings
+from vllm_tilequant.schema import TILE, QuantizationSchema
+
+
+class TileQuantModifier(Settings, Modifier):
+    """Quantizes every targeted linear into 64 x 64 tiles of 4 or 8 bits and calibrates decode thresholds.
+
+    Use it in `oneshot(..., recipe=[TileQuantModifier()])`; the fields beyond `targets` and `ignore` are described at
+    `vllm_tilequant.calibrate.settings.Settings`. It makes its own passes over the calibration data before llm-compressor's, so
+    that loss gradients are possible, and packs when the model is saved.
+
+    targets: module names, `re:` patterns or class names
+    ignore: the same, for what stays dense
+    """
+
+    targets: list[str] = Field(default_factory=lambda: ["Linear"])
+    ignore: list[str] = Field(default_factory=lambda: ["lm_head"])
+
+    _linears: dict[str, nn.Linear] = PrivateAttr(default_factory=dict)
+    _schema: QuantizationSchema | None = PrivateAttr(default=None)
+    _result: Result | None = PrivateAttr(default=None)
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        self._linears = find_linears(state.model, self.targets, self.ignore)
+        wrap_save_pretrained(state.model, self._packed)
+        return True
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        if state.data is None or state.data.calib is None:
+            raise ValueError("TileQuantModifier needs calibration data: pass dataset= to oneshot")
+        batches = list(state.data.calib)
+        if not batches:
+            raise ValueError("the calibration data holds no record")
+        result = Calibration(state.model, self._linears, batches, self).run()
+        dense = [n for n, m in state.model.named_modules() if isinstance(m, nn.Linear) and n not in self._linears]
+        self._schema = build_schema(result, self._linears, list(self.profiles), self.default_profile, dense)
+        result.report["settings"] = self.model_dump(include=set(Settings.model_fields))
+        self._result = result
+        write_dense_back(self._linears, result)
+
+    def on_finalize(self, state: State, **kwargs: Any) -> bool:
+        return True
+
+    def _packed(self) -> tuple[Result, QuantizationSchema]:
+        if self._result is None or self._schema is None:
+            raise RuntimeError("the model was not calibrated by this TileQuantModifier: nothing to pack")
+        return self._result, self._schema
+
+
+def find_linears(model: nn.Module, targets: list[str], ignore: list[str]) -> dict[str, nn.Linear]:
+    """The linears to quantize, in model order.
+
+    Raises `ValueError` when nothing matches, or naming every linear whose shape is not a multiple of 64 (with the ignore
+    entries that would skip them) or whose weight is not finite.
+    """
+    linears = {n: m for n, m in match_named_modules(model, targets, ignore) if isinstance(m, nn.Linear)}
+    if not linears:
+        raise ValueError(f"no linear matches targets {targets} without ignore {ignore}")
+    ragged = {n: list(m.weight.shape) for n, m in linears.items() if any(d % TILE for d in m.weight.shape)}
+    if ragged:
+        lines = "\n  ".join(f"{n}: {shape}" for n, shape in ragged.items())
+        raise ValueError(
+            f"{len(ragged)} linears have dimensions that are not multiples of {TILE}:\n  {lines}\n"
+            f"leave them dense with ignore: {sorted({n.rpartition('.')[2] for n in ragged})} as 're:.*<name>$' entries"
+        )
+    broken = [n for n, m in linears.items() if not bool(torch.isfinite(m.weight).all())]
+    if broken:
+        raise ValueError(f"weights are not finite in {broken}")
+    return linears
+
+
+if "TileQuantModifier" not in ModifierFactory._registered_registry:
+    ModifierFactory.register("TileQuantModifier", TileQuantModifier)

@@ -1,0 +1,150 @@
+"""Activation thresholds: how many bits a channel's activation earns.
+
+`optimal`: reading channel i at level b costs C_b x_i^2 of error and B_b bits; minimising the total error plus lambda times the
+bits gives thresholds on |x| at theta^2 = lambda (B_b' - B_b) / (C_b - C_b') along the lower convex hull of (B, C). One lambda
+for the whole model meets the wanted average. `percentile` is GRINQH's way: fixed shares of channels per level, from the mean of
+the records' magnitude percentiles.
+
+Magnitudes are kept as histograms on a logarithmic grid, so that memory does not grow with the calibration text and a bisection
+costs table look-ups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vllm_tilequant.schema import LEVELS, NEVER, TILE
+
+_LOWEST, _OCTAVES, _PER_OCTAVE = -24, 44, 64  # |x| from 2^-24 to 2^20 in steps of 1.1 %
+_BINS = _OCTAVES * _PER_OCTAVE
+_CHANGES = len(LEVELS) - 1
+
+
+@dataclass
+class Histogram:
+    """Magnitudes of one shared input.
+
+    tiles: [K/64, bins] int64, all records together, per input tile (the cost of a level differs between tiles)
+    records: one [bins] int64 per record, all channels together
+    """
+
+    in_features: int
+    tiles: Tensor = field(init=False)
+    records: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tiles = torch.zeros(self.in_features // TILE, _BINS, dtype=torch.int64)
+
+    def add_record(self, x: Tensor) -> None:
+        """Count the magnitudes of one record's rows. x: [M, K] any float, padding left out."""
+        k_tiles = self.in_features // TILE
+        octave = x.float().abs().clamp_min(2.0**_LOWEST).log2()
+        index = ((octave - _LOWEST) * _PER_OCTAVE).long().clamp(0, _BINS - 1)
+        tile = torch.arange(self.in_features, device=x.device) // TILE
+        counts = torch.bincount((index + tile * _BINS).flatten(), minlength=k_tiles * _BINS).view(k_tiles, _BINS).cpu()
+        self.tiles += counts
+        self.records.append(counts.sum(0))
+
+    @property
+    def rows(self) -> int:
+        return int(self.tiles[0].sum()) // TILE
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """What the thresholds of one shared-input group depend on.
+
+    errors: [5] float64, C_b at LEVELS, all members of the group together
+    cost: [5, K/64] float64, code bits read per channel at every level (`layout.level_cost`, members together)
+    weights: number of weights of all members
+    """
+
+    histogram: Histogram
+    errors: Tensor
+    cost: Tensor
+    weights: int
+
+    def bits_above(self) -> Tensor:
+        """Bits per row that each level change adds when its threshold is a bin's lower edge. [4, bins + 1] float64."""
+        added = (self.cost[1:] - self.cost[:-1]) @ self.histogram.tiles.double()  # [4, bins]
+        tail = added.flip(1).cumsum(1).flip(1) / self.histogram.rows
+        return torch.cat((tail, torch.zeros(_CHANGES, 1, dtype=tail.dtype)), 1)
+
+
+def level_ratios(bits: Tensor, errors: Tensor) -> Tensor:
+    """Thresholds for lambda = 1, in the order of the four level changes; inf where a level is never worth its bits.
+
+    bits, errors: [5] float64. Levels above the lower convex hull are skipped: the thresholds around them coincide.
+    """
+    ratios = torch.full((_CHANGES,), math.inf, dtype=torch.float64)
+    i = 0
+    while i < _CHANGES:
+        slopes = [
+            (float(errors[i] - errors[j]) / float(bits[j] - bits[i]) if bits[j] > bits[i] else -1.0, -j)
+            for j in range(i + 1, len(LEVELS))
+        ]
+        slope, j = max(slopes)
+        if slope <= 0:
+            break
+        ratios[i:-j] = math.sqrt(1 / slope)
+        i = -j
+    return ratios
+
+
+def optimal_thresholds(groups: dict[str, GroupStatistics], target: float) -> dict[str, Tensor]:
+    """Thresholds of all groups under one lambda whose average of loaded bits per weight meets `target`.
+
+    -> group -> [4] float32. Raises `ValueError` when even reading everything useful stays below the target.
+    """
+    names = list(groups)
+    ratios = torch.stack([level_ratios(groups[n].cost.mean(1), groups[n].errors) for n in names])  # [groups, 4]
+    above = torch.stack([groups[n].bits_above() for n in names])  # [groups, 4, bins + 1]
+    total = sum(groups[n].weights for n in names)
+
+    def average(log_lambda: float) -> float:
+        position = ((ratios.log2() + log_lambda / 2 - _LOWEST) * _PER_OCTAVE).clamp(0, _BINS)
+        whole = position.floor()
+        low = above.gather(2, whole.long()[..., None])[..., 0]
+        high = above.gather(2, (whole.long() + 1).clamp_max(_BINS)[..., None])[..., 0]
+        return float((low + (high - low) * (position - whole)).sum()) / total
+
+    low, high = -120.0, 120.0  # log2 of lambda: everything useful is read, nothing is
+    if not 0 < target <= average(low):
+        raise ValueError(
+            f"a profile of {target} loaded bits cannot be reached: at most {average(low):.2f} bits are worth reading"
+        )
+    for _ in range(64):
+        middle = (low + high) / 2
+        low, high = (middle, high) if average(middle) > target else (low, middle)
+    chosen = (ratios * 2 ** (high / 2)).clamp_max(NEVER).float()
+    return dict(zip(names, chosen, strict=True))
+
+
+def percentile_thresholds(groups: dict[str, GroupStatistics], shares: Sequence[float]) -> dict[str, Tensor]:
+    """Thresholds that give the shares P = (p0, p2, p4, p6, p8) of channels each level, per group (GRINQH, section 3).
+
+    Every record's magnitudes have their own quantiles; a threshold is their mean over records. -> group -> [4] float32.
+    """
+    cumulative = torch.tensor(shares, dtype=torch.float64).cumsum(0)[:-1].clamp_max(1.0)
+    out = {}
+    for name, group in groups.items():
+        quantiles = torch.stack([_quantiles(counts, cumulative) for counts in group.histogram.records]).mean(0)
+        quantiles[cumulative <= 0] = -1.0  # even a zero activation is read
+        quantiles[cumulative >= 1 - 1e-12] = NEVER
+        out[name] = quantiles.float()
+    return out
+
+
+def _quantiles(counts: Tensor, cumulative: Tensor) -> Tensor:
+    """Magnitudes below which the given shares of a record lie, interpolated inside a bin. [4] float64."""
+    total = counts.double().cumsum(0)
+    wanted = cumulative * total[-1]
+    index = torch.searchsorted(total, wanted).clamp_max(_BINS - 1)
+    before = torch.where(index > 0, total[(index - 1).clamp_min(0)], 0.0)
+    inside = ((wanted - before) / counts[index].clamp_min(1)).clamp(0, 1)
+    return torch.exp2((index + inside) / _PER_OCTAVE + _LOWEST)
