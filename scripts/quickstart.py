@@ -9,6 +9,7 @@ made is used again when model, data, recipe and code are the same. Every failure
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -121,8 +122,10 @@ def run(command: list[str], *, what: str, env: dict[str, str] | None = None, qui
                 out, lines = "", []
                 assert process.stdout is not None
                 for line in process.stdout:
+                    if re.search(r"\d%\|", line) or not line.strip():
+                        continue  # a progress bar is no log line
                     print("    " + line.rstrip(), flush=True)
-                    lines = [*lines[-40:], line.rstrip()] if line.strip() else lines
+                    lines = [*lines[-40:], line.rstrip()]
                 process.wait()
         except BaseException:
             stop_group(process)
@@ -194,6 +197,18 @@ def check_disk(folder: Path, need_bytes: float, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < need_bytes:
         raise QuickstartError(f"no disk space: {what} needs {gib(need_bytes)} in {folder}, free are {gib(free)}")
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Two runs at once would write the same folder; the lock goes with the process, however it ends."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    with (RUNS / ".lock").open("w") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise QuickstartError(f"another quickstart is running in {RUNS}") from None
+        yield
 
 
 def check_plugin(serve_env: Path) -> None:
@@ -405,7 +420,9 @@ def parse_args() -> argparse.Namespace:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` stops the server then, too
     try:
-        main(parse_args())
+        options = parse_args()
+        with alone():
+            main(options)
     except QuickstartError as e:
         sys.exit(f"error: {e}")
     except OSError as e:  # a full disk in the middle of a step, a folder that may not be written
