@@ -417,6 +417,17 @@ def test_dummy_weights():
     assert counts == {b: int((want == b).sum()) for b in (4, 8)}
 
 
+def test_inputs_whose_rows_lie_apart():
+    toy, layer = gate_up()
+    feed(layer, toy, SHARDS)
+    for m in (3, 9):
+        x = make_rows(m, 128)
+        for view in (torch.cat((x, x), 1)[:, :128], x.T.contiguous().T, x[:, None].expand(m, 2, 128).transpose(0, 1)):
+            assert not view.is_contiguous()
+            want = layer.quant_method.apply(layer, view.contiguous())
+            assert torch.equal(layer.quant_method.apply(layer, view), want)
+
+
 def test_the_op_is_traced_once_for_all_row_counts():
     """A graph traced at many rows must still grade few: the choice is inside the op."""
     toy, layer = gate_up()

@@ -29,6 +29,7 @@ def _tile_linear(
 ) -> torch.Tensor:
     """y = x W^T + bias, [..., K] -> [..., N]; arguments as `PortableWeight` and `dispatch.tile_linear` have them."""
     weight = PortableWeight(dense, codes, tile_bits, tile_scale, matrices)
+    x = x.contiguous()  # the products want rows without gaps; a caller may hand over a slice
     return dispatch.tile_linear(x, weight, bias, thresholds, graded_rows=graded_rows, activation=activation)
 
 
