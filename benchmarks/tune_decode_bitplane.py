@@ -1,0 +1,134 @@
+"""Search launch configurations of the graded GEMV and write `configs/tuning/<gpu>.json`.
+
+    python benchmarks/tune_decode_bitplane.py [--shapes 4096x4096,...] [--write] [--all]
+
+A configuration must serve every number of rows (bit-equality asks for one order of additions per weight), so its figure is a weighted
+mean of its times relative to the best, over several levels at one row and over eight rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import shapes
+import timing
+
+from vllm_tilequant.kernels import decode_bitplane as kernel
+from vllm_tilequant.kernels import tuning
+
+#: (rows, level) -> weight in the figure of merit.
+CASES = {(1, "3.0"): 4, (1, "4.0"): 2, (1, "2.2"): 1, (1, "full"): 1, (2, "3.0"): 1, (4, "3.0"): 1, (8, "3.0"): 1}
+MANY = [(4, "3.0"), (8, "3.0")]
+
+
+def cuts(k: int) -> list[tuple[int, int]]:
+    """(splits, warps_k) that leave few warps idle."""
+    out = []
+    for splits, warps_k in itertools.product((1, 2, 4, 8, 16), range(1, 15)):
+        per_warp = math.ceil(k // 64 / (splits * warps_k))
+        if k // 64 / (per_warp * splits * warps_k) >= 0.85 and per_warp <= 16:
+            out.append((splits, warps_k))
+    return out
+
+
+def candidates(n: int, k: int, shared_limit: int, stages=(4,), least_warps: int = 500) -> list[tuning.DecodeConfig]:
+    """Configurations for one row that fit shared memory and have warps enough to fill the GPU."""
+    out = []
+    for splits, warps_k in cuts(k):
+        for warps_n, tiles, depth in itertools.product((1, 2, 3, 4, 6, 7, 8, 14), (4, 8), stages):
+            warps = warps_n * warps_k
+            if not 3 <= warps <= 16 or n / (64 * tiles) * splits * warps_k < least_warps:
+                continue
+            config = tuning.DecodeConfig(splits, warps_k, warps_n, tiles, depth)
+            if kernel.cuda_geometry(1, n // 64, k // 64, config).shared_bytes <= shared_limit:
+                out.append(config)
+    return out
+
+
+def many(n: int, k: int, config: tuning.DecodeConfig, shared_limit: int) -> list[tuning.DecodeConfig]:
+    """The same order of additions with every cut of the outputs for more than two rows."""
+    out = []
+    for many_n, many_tiles in itertools.product((1, 2, 3, 4, 6, 7, 8), (4, 8)):
+        if many_n * config.warps_k <= 16:
+            c = dataclasses.replace(config, many_n=many_n, many_tiles=many_tiles)
+            if all(kernel.cuda_geometry(m, n // 64, k // 64, c).shared_bytes <= shared_limit for m in (4, 8)):
+                out.append(c)
+    return out
+
+
+def measure(n: int, k: int, config: tuning.DecodeConfig, weights, cases) -> dict[tuple[int, str], float]:
+    out = {}
+    for m, level in cases:
+        x, thr = shapes.draw_rows(m, k, "cuda"), shapes.thresholds_for(level).cuda()
+        y = torch.empty(m, n, dtype=x.dtype, device="cuda")
+        calls = [lambda w=w: kernel.decode_linear(x, w, None, thr, config=config, out=y, path="cuda") for w in weights]
+        out[m, level] = timing.time_graph(calls, replays=10).us
+    return out
+
+
+def rotation(n: int, k: int, bits: float):
+    """Copies of one weight's structure with other codes, enough to defeat the L2 at `bits` loaded bits."""
+    first = kernel.prepare(shapes.draw_weight(n, k, "cuda"), shapes.TRANSFORMS)
+    g = torch.Generator("cuda").manual_seed(1)
+    others = [
+        dataclasses.replace(
+            first,
+            codes=shapes.draw_words(tuple(first.codes.shape), g),
+        )
+        for _ in range(timing.copies_needed(n * k * bits / 8) - 1)
+    ]
+    return [first, *others]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", help="N x K pairs, such as 4096x4096,28672x4096; default: the benchmark's")
+    parser.add_argument("--first", default="3.0", help="the level at one row by which the field is narrowed")
+    parser.add_argument("--keep", type=int, default=6, help="configurations that are measured at every case")
+    parser.add_argument("--write", action="store_true", help="write configs/tuning/<gpu>.json")
+    args = parser.parse_args()
+    wanted = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")] if args.shapes else [*shapes.LARGE, *shapes.SMALL]
+    properties = torch.cuda.get_device_properties(0)
+    best = {}
+    for n, k in wanted:
+        weights = rotation(n, k, 2.2)
+        limit = properties.shared_memory_per_block_optin
+        found = []
+        for config in candidates(n, k, limit, stages=(3, 4, 6)):
+            found.append((measure(n, k, config, weights, [(1, args.first)])[1, args.first], config))
+        found.sort(key=lambda f: f[0])
+        rows = []
+        for _, config in found[: args.keep]:
+            choices = many(n, k, config, limit)
+            if choices:
+                times = [sum(measure(n, k, c, weights, MANY).values()) for c in choices]
+                config = choices[times.index(min(times))]
+                rows.append((config, measure(n, k, config, weights, CASES)))
+        floor = {case: min(times[case] for _, times in rows) for case in CASES}
+        merit = [sum(weight * times[c] / floor[c] for c, weight in CASES.items()) for _, times in rows]
+        for (config, times), figure in sorted(zip(rows, merit, strict=True), key=lambda r: r[1]):
+            cells = " ".join(f"{m}@{level}={us:.2f}" for (m, level), us in times.items())
+            print(
+                f"{n}x{k} s{config.splits} w{config.warps} t{config.tiles} r{config.stages}: {cells} merit {figure:.3f}",
+                flush=True,
+            )
+        best[n, k] = rows[merit.index(min(merit))][0]
+        del weights
+        torch.cuda.empty_cache()
+    if args.write:
+        gpu = tuning.gpu_key(properties.name)
+        path = Path(__file__).resolve().parent.parent / "configs" / "tuning" / f"{gpu}.json"
+        path.write_text(tuning.dump(gpu, best, {"torch": torch.__version__}))
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

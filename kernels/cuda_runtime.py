@@ -1,0 +1,159 @@
+"""Compile a CUDA source with NVRTC and launch its kernels through the driver, with what a torch installation already carries.
+
+No toolkit, no host compiler and no torch extension is needed: NVRTC is a dependency of torch's CUDA wheels and libcuda comes with the
+driver. Kernels run on torch's current stream with attributes for clusters and programmatic dependent launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source; the message carries its log."""
+
+
+def _candidates() -> list[str]:
+    major = (torch.version.cuda or "0").split(".")[0]
+    names = [f"libnvrtc.so.{major}"]
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations or [] if spec else []:
+        names += sorted(glob.glob(os.path.join(root, "**", f"libnvrtc.so.{major}*"), recursive=True))
+    return [*names, f"/usr/local/cuda/lib64/libnvrtc.so.{major}", "libnvrtc.so"]
+
+
+@functools.cache
+def nvrtc() -> ctypes.CDLL | None:
+    """The NVRTC library that fits torch's CUDA, or None where there is none."""
+    for name in _candidates():
+        try:
+            for builtins in glob.glob(os.path.join(os.path.dirname(name), "libnvrtc-builtins.so*")) if "/" in name else ():
+                ctypes.CDLL(builtins)  # NVRTC opens it by name, outside of its own folder's reach
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def compile_cubin(source: Path, *, architecture: str, defines: Sequence[str]) -> bytes:
+    """Machine code of `source` for `architecture` (such as "sm_90a"). Raises `CompileError` with the compiler's log."""
+    lib = nvrtc()
+    if lib is None:
+        raise CompileError(
+            f"no NVRTC library for CUDA {torch.version.cuda}; install the nvidia-cuda-nvrtc package of that CUDA"
+        )
+    program = ctypes.c_void_p()
+    code = lib.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None)
+    if code:
+        raise CompileError(f"nvrtcCreateProgram failed with {code}")
+    try:
+        options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{d}" for d in defines)]
+        array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+        if lib.nvrtcCompileProgram(program, len(options), array):
+            size = ctypes.c_size_t()
+            lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            lib.nvrtcGetProgramLog(program, log)
+            raise CompileError(f"{source.name} for {architecture}:\n{log.value.decode(errors='replace')}")
+        size = ctypes.c_size_t()
+        lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        cubin = ctypes.create_string_buffer(size.value)
+        lib.nvrtcGetCUBIN(program, cubin)
+        return cubin.raw
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def check(code: int, what: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{what} failed: CUDA error {code} ({(text.value or b'unknown').decode()})")
+
+
+class _Value(ctypes.Union):
+    _fields_ = [("bytes", ctypes.c_char * 64), ("dim", ctypes.c_uint * 3), ("flag", ctypes.c_int)]
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", _Value)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+_CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6
+_MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14
+_NUM_REGS, _LOCAL_BYTES = 4, 3
+
+
+class Kernel:
+    """One kernel of a loaded module, allowed all of a multiprocessor's shared memory and clusters of up to 16."""
+
+    def __init__(self, handle: ctypes.c_void_p, name: str, shared_limit: int) -> None:
+        self.handle, self.name = handle, name
+        check(driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, shared_limit), f"shared memory limit of {name}")
+        check(driver().cuFuncSetAttribute(handle, _NON_PORTABLE_CLUSTER, 1), f"cluster limit of {name}")
+
+    def attribute(self, which: int) -> int:
+        value = ctypes.c_int()
+        check(driver().cuFuncGetAttribute(ctypes.byref(value), which, self.handle), f"attribute of {self.name}")
+        return value.value
+
+    def launch(
+        self, args: ctypes.Structure, *, grid: int, threads: int, cluster: int, shared_bytes: int, stream: int, overlap: bool
+    ) -> None:
+        """Run on `stream`; `overlap` lets it start while the kernel before it ends (the kernel waits where it must)."""
+        attributes = (_Attribute * 2)()
+        attributes[0].id = _CLUSTER_DIMENSION
+        attributes[0].value.dim[:] = (cluster, 1, 1)
+        attributes[1].id = _PROGRAMMATIC_SERIALIZATION
+        attributes[1].value.flag = 1
+        config = _Config((grid, 1, 1), (threads, 1, 1), shared_bytes, stream, attributes, 2 if overlap else 1)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        code = driver().cuLaunchKernelEx(ctypes.byref(config), self.handle, parameters, None)
+        if code:
+            check(code, f"launch of {self.name}, grid {grid} x {threads} threads, cluster {cluster}, {shared_bytes} B shared")
+
+
+class Module:
+    """A compiled source on one device; kernels are looked up by name."""
+
+    def __init__(self, cubin: bytes, device: torch.device) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes the primary context exist and current
+            torch.zeros(1, device=device)
+            self._module = ctypes.c_void_p()
+            check(driver().cuModuleLoadData(ctypes.byref(self._module), cubin), "loading a compiled kernel")
+            self.shared_limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        self._kernels: dict[str, Kernel] = {}
+
+    def kernel(self, name: str) -> Kernel:
+        if name not in self._kernels:
+            handle = ctypes.c_void_p()
+            with torch.cuda.device(self.device):
+                check(driver().cuModuleGetFunction(ctypes.byref(handle), self._module, name.encode()), f"kernel {name}")
+                self._kernels[name] = Kernel(handle, name, self.shared_limit)
+        return self._kernels[name]

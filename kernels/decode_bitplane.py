@@ -1,0 +1,213 @@
+"""Graded bit-planar GEMV: y = x W^T for 1 to 8 rows, each channel of each row read at its own number of bits.
+
+Two kernels with the same integers inside a tile: `decode_bitplane.cu` (one launch, compute capability 9.0 on) and the portable Triton
+path in `decode_triton.py` (8.0 on, and the interpreter). `capability.choose_path` picks; a path that is asked for by name raises
+when it cannot run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_tilequant.kernels.capability import (
+    DTYPES,
+    MAX_ROWS,
+    PATHS,
+    DecodeSpec,
+    choose_path,
+    device_capability,
+    unsupported_reason,
+)
+from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin
+from vllm_tilequant.kernels.decode_weight import DecodeWeight, prepare
+from vllm_tilequant.kernels.tuning import DecodeConfig, decode_config
+from vllm_tilequant.schema import LEVELS, TILE
+
+__all__ = ["DecodeWeight", "compile_kernels", "decode_linear", "decode_sums", "prepare"]
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_BIAS_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+#: Programmatic dependent launch: the kernel may be launched while its predecessor ends; it waits before it reads anything.
+_OVERLAP = True
+
+
+class _Args(ctypes.Structure):
+    """`struct Args` of the CUDA source, in its order."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "thresholds", "codes", "meta", "factor")),
+        *((name, ctypes.c_void_p) for name in ("transform", "table", "bias", "y", "sums")),
+        *((name, ctypes.c_longlong) for name in ("x_stride", "y_stride")),
+        *((name, ctypes.c_int) for name in ("rows", "n_tiles", "k_tiles", "tiles_per_warp", "splits", "warps_k", "bias_type")),
+    ]
+
+
+def decode_linear(
+    x: Tensor,
+    w: DecodeWeight,
+    bias: Tensor | None,
+    thresholds: Tensor,
+    *,
+    path: str | None = None,
+    config: DecodeConfig | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y = x W^T + bias, graded. Allocates only `out`; no host synchronisation; safe under CUDA graphs once compiled.
+
+    x: [M, K] bf16, fp16 or float32, M 1 to 8, rows contiguous; thresholds: [4] float32, ascending, on x's device
+    bias: [N] bf16, fp16 or float32 -> [M, N] in x's dtype. path: "cuda", "triton" or None for the faster that can run.
+    """
+    check_inputs(x, w, bias, thresholds)
+    out = _output(x, w, out)
+    path = _path(x, w, path)
+    if path == "cuda":
+        _launch_cuda(x, w, bias, thresholds, out, config or decode_config(w.out_features, w.in_features, x.device), None)
+    else:
+        from vllm_tilequant.kernels.decode_triton import launch
+
+        launch(x, w, bias, thresholds, out)
+    return out
+
+
+def decode_sums(
+    x: Tensor, w: DecodeWeight, thresholds: Tensor, *, path: str | None = None, config: DecodeConfig | None = None
+) -> Tensor:
+    """The integers of `reference.tile_sums_ref` as the kernel has them: [M, K/64, N] int32. For tests."""
+    check_inputs(x, w, None, thresholds)
+    sums = torch.full((x.shape[0], w.in_features // TILE, w.out_features), 2**31 - 1, dtype=torch.int32, device=x.device)
+    out = _output(x, w, None)
+    if _path(x, w, path) == "cuda":
+        _launch_cuda(x, w, None, thresholds, out, config or decode_config(w.out_features, w.in_features, x.device), sums)
+    else:
+        from vllm_tilequant.kernels.decode_triton import launch
+
+        launch(x, w, None, thresholds, out, sums=sums)
+    return sums
+
+
+def compile_kernels(device: torch.device, dtype: torch.dtype, config: DecodeConfig) -> None:
+    """Compile and load now what `decode_linear` would at its first call: a captured graph must not meet the compiler."""
+    _module(device, dtype, config.stages, False)
+
+
+def check_inputs(x: Tensor, w: DecodeWeight, bias: Tensor | None, thresholds: Tensor) -> None:
+    """Every cheap check of a launch. Raises `TypeError` or `ValueError` that names what, got, wanted and the remedy."""
+    n, k = w.out_features, w.in_features
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x is {x.dtype}, wanted one of {', '.join(map(str, DTYPES))}: convert the activations")
+    if x.ndim != 2 or x.shape[1] != k or not 1 <= x.shape[0] <= MAX_ROWS:
+        raise ValueError(f"x is {list(x.shape)}, wanted [1..{MAX_ROWS}, {k}]: larger batches take the prefill path")
+    if x.stride(1) != 1 or (x.data_ptr() % 16) or (x.stride(0) * x.element_size()) % 16:
+        raise ValueError(f"x has strides {list(x.stride())}, wanted contiguous rows on 16-byte borders: call .contiguous()")
+    if thresholds.dtype != torch.float32:
+        raise TypeError(f"thresholds are {thresholds.dtype}, wanted torch.float32: convert them at load")
+    if tuple(thresholds.shape) != (len(LEVELS) - 1,) or not thresholds.is_contiguous():
+        raise ValueError(
+            f"thresholds are {list(thresholds.shape)}, wanted a contiguous [{len(LEVELS) - 1}]: pass one profile's row"
+        )
+    if bias is not None:
+        if bias.dtype not in _BIAS_TYPES:
+            raise TypeError(f"bias is {bias.dtype}, wanted one of {', '.join(map(str, _BIAS_TYPES))}: convert it at load")
+        if tuple(bias.shape) != (n,) or not bias.is_contiguous():
+            raise ValueError(f"bias is {list(bias.shape)}, wanted a contiguous [{n}]")
+    for name, t in (("weight", w.codes), ("thresholds", thresholds), *((("bias", bias),) if bias is not None else ())):
+        if t.device != x.device:
+            raise ValueError(f"{name} is on {t.device}, x is on {x.device}: move both to one device")
+
+
+def _output(x: Tensor, w: DecodeWeight, out: Tensor | None) -> Tensor:
+    shape = (x.shape[0], w.out_features)
+    if out is None:
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
+    if out.dtype != x.dtype:
+        raise TypeError(f"out is {out.dtype}, wanted {x.dtype} as x")
+    if tuple(out.shape) != shape or out.stride(1) != 1 or out.device != x.device:
+        raise ValueError(f"out is {list(out.shape)} on {out.device}, wanted {list(shape)} with contiguous rows on {x.device}")
+    return out
+
+
+def _path(x: Tensor, w: DecodeWeight, path: str | None) -> str:
+    """The path a call takes; raises `NotImplementedError` when the wanted one (or every one) cannot run."""
+    if path is not None and path not in PATHS:
+        raise ValueError(f"path is {path!r}, wanted one of {PATHS} or None")
+    if path == "triton" and x.device.type == "cpu":
+        return path  # the interpreter; without it Triton itself says that it has no CPU
+    return _device_path(x.device, w.out_features, w.in_features, x.dtype, path)
+
+
+@functools.cache
+def _device_path(device: torch.device, n: int, k: int, dtype: torch.dtype, path: str | None) -> str:
+    capability = device_capability(device)
+    reason = unsupported_reason(DecodeSpec(n, k, dtype, capability), path)
+    chosen = path or choose_path(capability)
+    if reason or chosen is None:
+        raise NotImplementedError(f"graded product on {device}: {reason}: use `portable.graded_linear`")
+    return chosen
+
+
+@functools.cache
+def _module(device: torch.device, dtype: torch.dtype, stages: int, sums: bool) -> Module:
+    major, minor = torch.cuda.get_device_capability(device)
+    architecture = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+    defines = [f"XTYPE={DTYPES.index(dtype)}", f"STAGES={stages}", f"SUMS={int(sums)}"]
+    return Module(compile_cubin(_SOURCE, architecture=architecture, defines=defines), device)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A launch of the CUDA kernel. tiles: output tiles of a warp; per_warp: input tiles of a warp."""
+
+    kernel: str
+    tiles: int
+    warps: int
+    per_warp: int
+    grid: int
+    shared_bytes: int
+
+
+@functools.cache
+def cuda_geometry(rows: int, n_tiles: int, k_tiles: int, config: DecodeConfig) -> Geometry:
+    """What a launch over [n_tiles, k_tiles] takes; the bytes mirror the layout at the top of the kernel's `decode`."""
+    held = next(r for r in (1, 2, 4, 8) if r >= rows)  # rows that the kernel is compiled for
+    tiles, warps_n = config.cut(rows)
+    warps = config.warps_k * warps_n
+    per_warp = -(-k_tiles // (config.splits * config.warps_k))
+    input_bytes = -(-(64 + 256 * held + 20 * held + 4) // 16) * 16
+    warp_bytes = max(1, held // 2) * tiles * 512 + config.stages * tiles * 256
+    warp_bytes += per_warp * 48 + (per_warp * 16 + config.stages - 1) * 16
+    shared = warps * warp_bytes + config.warps_k * per_warp * input_bytes
+    grid = -(-n_tiles // (tiles * warps_n)) * config.splits
+    return Geometry(f"decode_{tiles}_{held}", tiles, warps, per_warp, grid, shared)
+
+
+def _launch_cuda(
+    x: Tensor, w: DecodeWeight, bias: Tensor | None, thresholds: Tensor, out: Tensor, config: DecodeConfig, sums: Tensor | None
+) -> None:
+    rows, n_tiles, k_tiles = x.shape[0], w.out_features // TILE, w.in_features // TILE
+    cut = cuda_geometry(rows, n_tiles, k_tiles, config)
+    module = _module(x.device, x.dtype, config.stages, sums is not None)
+    if cut.shared_bytes > module.shared_limit:
+        raise ValueError(
+            f"{config} needs {cut} for [{w.out_features}, {w.in_features}], the GPU has {module.shared_limit} bytes"
+        )
+    args = _Args(
+        x.data_ptr(), thresholds.data_ptr(), w.codes.data_ptr(), w.meta.data_ptr(), w.factor.data_ptr(),
+        w.transform.data_ptr(), w.table.data_ptr(), bias.data_ptr() if bias is not None else None, out.data_ptr(),
+        sums.data_ptr() if sums is not None else None, x.stride(0), out.stride(0), rows, n_tiles, k_tiles, cut.per_warp,
+        config.splits, config.warps_k, _BIAS_TYPES[bias.dtype] if bias is not None else 0,
+    )  # fmt: skip
+    module.kernel(cut.kernel).launch(
+        args,
+        grid=cut.grid,
+        threads=cut.warps * 32,
+        cluster=config.splits,
+        shared_bytes=cut.shared_bytes,
+        stream=torch.cuda.current_stream(x.device).cuda_stream,
+        overlap=_OVERLAP,
+    )

@@ -1,0 +1,112 @@
+"""The graded GEMV against float64 and against its own integers: CUDA C++ and Triton on a GPU, Triton's interpreter without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cases import MAPS, ROWS, SHAPES, THRESHOLDS, make_case, make_rows
+from tolerances import OUTPUT_RMS, relative_rms
+from vllm_tilequant.kernels import reference
+from vllm_tilequant.kernels.capability import MAX_ROWS
+from vllm_tilequant.kernels.decode_bitplane import decode_linear, decode_sums, prepare
+from vllm_tilequant.kernels.tuning import DecodeConfig
+
+from cases import TRANSFORMS  # isort: skip
+
+GPU_ROWS = sorted({min(m, MAX_ROWS) for m in ROWS} | {4, 5})
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def poison_allocator(device: str) -> None:
+    """Leave NaN in the memory that torch's allocator hands out next."""
+    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22):
+        torch.full((size,), float("nan"), device=device)
+
+
+def check(case, m, thresholds, dtype, device, *, path, config=None, bias=True, seed=0):
+    n, k = case.codes.shape
+    x = make_rows(m, k, dtype, seed).to(device)
+    thr = torch.tensor(THRESHOLDS[thresholds], device=device)
+    b = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(device, dtype) if bias else None
+    w = prepare(case.weight, TRANSFORMS)
+    w = w.to(device)
+    kwargs = {"path": path, "config": config}
+    wanted_sums = reference.tile_sums_ref(x.cpu(), case.weight, thr.cpu())
+    poison_allocator(device)
+    assert torch.equal(decode_sums(x, w, thr, **kwargs).cpu().long(), wanted_sums), "integer sums"
+    out = torch.full((m, n), float("nan"), dtype=dtype, device=device)
+    y = decode_linear(x, w, b, thr, out=out, **kwargs)
+    assert y is out
+    wanted = reference.decode_bitplane_ref(x.cpu(), case.weight, case.matrices, thr.cpu(), b.cpu() if bias else None)
+    name = str(dtype).removeprefix("torch.")
+    if bool((wanted == 0).all()):
+        assert torch.equal(y.cpu().double(), wanted)
+    else:
+        assert relative_rms(y.cpu(), wanted) <= OUTPUT_RMS[name]
+    for row in {0, m // 2, m - 1}:
+        alone = decode_linear(x[row : row + 1], w, b, thr, **kwargs)
+        assert torch.equal(alone[0], y[row]), f"row {row} differs alone"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["cuda", "triton"])
+@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes_maps_rows_and_levels(shape, kind, path):
+    case = make_case(*shape, kind)
+    for m in GPU_ROWS:
+        for thresholds in THRESHOLDS:
+            check(case, m, thresholds, torch.bfloat16, "cuda", path=path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["cuda", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_dtypes_and_bias(dtype, path):
+    case = make_case(576, 1536)
+    for m in (1, 3, 8):
+        for bias in (True, False):
+            check(case, m, "graded", dtype, "cuda", path=path, bias=bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2, 8, 16])
+@pytest.mark.parametrize("warps", [(1, 1), (3, 2), (8, 1), (2, 4)], ids=str)
+@pytest.mark.parametrize("tiles", [4, 8])
+def test_every_cut_gives_the_same_integers(splits, warps, tiles):
+    case = make_case(1088, 1536, "mixed2468")
+    for m, stages in ((1, 4), (2, 3), (4, 4), (7, 6)):
+        config = DecodeConfig(splits, *warps, tiles, stages, many_n=warps[1], many_tiles=tiles)
+        check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=config)
+
+
+@pytest.mark.gpu
+def test_replays_of_one_graph_follow_thresholds_and_inputs():
+    case = make_case(576, 1536)
+    w = prepare(case.weight, TRANSFORMS)
+    w = w.to("cuda")
+    x, thr = make_rows(2, 1536, torch.bfloat16).cuda(), torch.tensor(THRESHOLDS["graded"], device="cuda")
+    decode_linear(x, w, None, thr)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = decode_linear(x, w, None, thr)
+    for name in THRESHOLDS:
+        for seed in (1, 2):
+            x.copy_(make_rows(2, 1536, torch.bfloat16, seed))
+            thr.copy_(torch.tensor(THRESHOLDS[name]))
+            y.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(y, decode_linear(x, w, None, thr))
+
+
+@pytest.mark.gpu
+def test_a_nan_stays_in_its_row():
+    case = make_case(192, 320)
+    w = prepare(case.weight, TRANSFORMS)
+    w = w.to("cuda")
+    x, thr = make_rows(3, 320, torch.bfloat16).cuda(), torch.tensor(THRESHOLDS["graded"], device="cuda")
+    clean = decode_linear(x, w, None, thr)
+    x[1, 7] = float("nan")
+    y = decode_linear(x, w, None, thr)
+    assert bool(y[1].isnan().all()) and torch.equal(y[0], clean[0]) and torch.equal(y[2], clean[2])
