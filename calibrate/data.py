@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,11 @@ from datasets import Dataset, load_dataset
 
 _KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 _COLUMNS = ("messages", "conversations", "text", "content", "prompt")
+
+
+def bundled_text() -> Path:
+    """The calibration text that comes with the package: our own writing, about 6,000 words of many kinds."""
+    return Path(str(importlib.resources.files("vllm_tilequant.configs").joinpath("calibration") / "bundled.txt"))
 
 
 def load_calibration(source: str | Path, tokenizer: Any, *, samples: int, length: int, seed: int = 0) -> Dataset:

@@ -1,0 +1,184 @@
+"""The modifier inside llm-compressor's oneshot, and `tilequant quantize`, on a tiny Llama."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from llmcompressor import oneshot
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from toy import write_tokenizer
+from vllm_tilequant.calibrate.data import bundled_text, load_calibration
+from vllm_tilequant.calibrate.modifier import TileQuantModifier
+from vllm_tilequant.calibrate.run import quantize
+from vllm_tilequant.checkpoint.reader import Checkpoint
+from vllm_tilequant.checkpoint.verify import verify
+from vllm_tilequant.hf import load_dense
+from vllm_tilequant.schema import FormatError
+
+pytestmark = pytest.mark.calibrate
+
+CONFIG = dict(
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=64,
+    vocab_size=256,
+    bos_token_id=1,
+    eos_token_id=2,
+    tie_word_embeddings=True,
+)
+
+
+def write_model(folder, **changes):
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**(CONFIG | changes))).to(torch.bfloat16).save_pretrained(folder)
+    write_tokenizer(folder, 256)
+    return folder
+
+
+def write_text(path):
+    g = torch.Generator().manual_seed(0)
+    words = torch.randint(3, 256, (3000,), generator=g).tolist()
+    path.write_text(" ".join(f"w{i}" for i in words))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("source") / "model")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def quantized(model, text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "tq"
+    quantize(str(model), out, data=text, samples=4, length=64, seed=0)
+    return out
+
+
+def hashes(folder):
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.iterdir()) if f.suffix == ".safetensors"}
+
+
+def test_the_folder_is_complete_and_sound(quantized, model):
+    summary = verify(quantized)
+    assert summary.modules == 14 and summary.profiles == ["2.5", "3.0", "3.5", "4.0", "5.0"]
+    tiles = sum(summary.tile_counts.values())
+    assert summary.tile_counts[4] == round(0.6 * tiles)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "recipe.yaml", "calibration_report.json"):
+        assert (quantized / name).is_file(), name
+    schema = Checkpoint.open(quantized).schema
+    assert schema.ignore == ["lm_head"] and schema.profiles.default == "3.0"
+    assert schema.groups["model.layers.0.self_attn.q_proj"] == [f"model.layers.0.self_attn.{p}_proj" for p in "qkv"]
+    report = json.loads((quantized / "calibration_report.json").read_text())
+    assert report["calibration_tokens"] == 4 * 64 and set(report["seconds"]) == {
+        "inputs",
+        "scales",
+        "scores",
+        "codes",
+        "thresholds",
+    }
+    assert "TileQuantModifier" in str(yaml.safe_load((quantized / "recipe.yaml").read_text()))
+    assert all((f.stat().st_mode & 0o444) == 0o444 for f in quantized.iterdir())
+
+
+def test_dense_tensors_are_the_source_s_own_and_weights_are_close(quantized, model):
+    source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    dense = load_dense(quantized, dtype=torch.float32).state_dict()
+    assert set(source) == set(dense)
+    quantized_names = {f"{n}.weight" for n in Checkpoint.open(quantized).schema.modules}
+    for name, t in source.items():
+        if name in quantized_names:
+            assert (dense[name] - t).norm() < 0.2 * t.norm(), name  # 4 bits and one scale per tile leave about 0.13
+        else:
+            assert torch.equal(dense[name], t), name
+
+
+def test_the_same_run_gives_the_same_bytes(quantized, model, text, tmp_path):
+    quantize(str(model), tmp_path / "again", data=text, samples=4, length=64, seed=0)
+    assert hashes(tmp_path / "again") == hashes(quantized)
+
+
+def test_oneshot_with_options_saves_packed_or_dense_and_stays_usable(model, text, tmp_path):
+    network = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    records = load_calibration(text, tokenizer, samples=2, length=32)
+    shares = [0.25, 0.19, 0.37, 0.19, 0.0]
+    modifier = TileQuantModifier(
+        w4_fraction=1.0, codes="rtn", scales="mse", scores="random", output_transform="none", thresholds="percentile",
+        profiles={"p": shares}, default_profile="p", ignore=["lm_head", "re:.*down_proj$"],
+    )  # fmt: skip
+    oneshot(
+        model=network, tokenizer=tokenizer, dataset=records, recipe=[modifier], num_calibration_samples=2,
+        shuffle_calibration_samples=False, output_dir=str(tmp_path / "packed"),
+    )  # fmt: skip
+    summary = verify(tmp_path / "packed")
+    assert set(summary.tile_counts) == {4} and summary.modules == 12 and summary.default_profile == "p"
+    schema = Checkpoint.open(tmp_path / "packed").schema
+    assert "model.layers.1.mlp.down_proj" in schema.ignore
+    # The model in memory is the dequantized one, before and after saving.
+    dense = load_dense(tmp_path / "packed", dtype=torch.bfloat16).state_dict()
+    for name, t in network.state_dict().items():
+        assert torch.equal(t, dense[name]), name
+    network.save_pretrained(tmp_path / "dense", save_compressed=False)
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+
+
+def test_a_recipe_file_sets_the_fields(model, text, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("w4_fraction: 0.25\ncodes: rtn\nprofiles: {low: 2.0}\ndefault_profile: low\n")
+    quantize(str(model), tmp_path / "out", data=text, samples=2, length=32, seed=0, recipe=recipe)
+    summary = verify(tmp_path / "out")
+    assert summary.profiles == ["low"] and summary.tile_counts[4] == round(0.25 * sum(summary.tile_counts.values()))
+
+
+def refuses(error, message, *args, out, **kwargs):
+    with pytest.raises(error, match=message):
+        quantize(*args, out, samples=2, length=32, seed=0, **({"data": None} | kwargs))
+    assert not list(out.parent.glob(out.name + "*")), "something half-written was left"
+
+
+def test_bad_input_is_refused_and_nothing_is_left(model, text, quantized, tmp_path, monkeypatch):
+    out = tmp_path / "o" / "tq"
+    refuses(FormatError, "is not a folder", str(tmp_path / "none"), out=out)
+    (tmp_path / "empty").mkdir()
+    refuses(FormatError, "no config.json", str(tmp_path / "empty"), out=out)
+    refuses(ValueError, "quantized already.*tilequant", str(quantized), out=out)
+    refuses(ValueError, "is not a file", str(model), out=out, data=tmp_path / "no.txt")
+    (tmp_path / "x.bin").write_text("x")
+    refuses(ValueError, "unknown kind '.bin'", str(model), out=out, data=tmp_path / "x.bin")
+    (tmp_path / "short.txt").write_text("w3 w4")
+    refuses(ValueError, "fewer than one record", str(model), out=out, data=tmp_path / "short.txt")
+    ragged = write_model(tmp_path / "ragged", intermediate_size=200)
+    refuses(ValueError, r"6 linears(.|\n)*up_proj: \[200, 128\](.|\n)*ignore", str(ragged), out=out, data=text)
+    out.mkdir(parents=True)
+    with pytest.raises(FileExistsError, match="exists already"):
+        quantize(str(model), out, data=text, samples=2, length=32, seed=0)
+    out.rmdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda p: type("U", (), {"free": 1000}))
+    refuses(OSError, "not enough disk space.*needed.*free", str(model), out=out, data=text)
+
+
+def test_weights_that_are_not_finite_are_named(model, text, tmp_path):
+    network = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        network.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
+    network.save_pretrained(tmp_path / "broken")
+    write_tokenizer(tmp_path / "broken", 256)
+    refuses(
+        ValueError, r"not finite in \['model.layers.1.mlp.up_proj'\]", str(tmp_path / "broken"), out=tmp_path / "o", data=text
+    )
+
+
+def test_the_bundled_text_is_there_and_long_enough():
+    assert len(bundled_text().read_text().split()) > 5000
