@@ -7,6 +7,11 @@
 Both sides are in float32 and take one prompt at a time, so that every product sees the same number of rows: the prompt's,
 then one per token. The reference is not the server's code path (see `vllm_tilequant/hf.py`). Exit code 0 only if all texts
 are equal, 1 if one differs, 2 if the comparison could not be made.
+
+INT8 rounding and thresholds are steps: a value beside one falls either way by the last bit of a float32, and what follows
+carries the difference on. So a prompt that differs is followed by a control: the reference against itself, with its embeddings
+off by 2^-23. Where the control parts from the reference too, the difference is no evidence against the server; where it never
+does, it is.
 """
 
 from __future__ import annotations
@@ -52,16 +57,30 @@ class Step:
 
 
 @torch.inference_mode()
-def greedy(model: PreTrainedModel, prompt: list[int], tokens: int) -> list[Step]:
-    """`tokens` greedy tokens after `prompt` with a KV cache: one call of len(prompt) rows, then calls of one row."""
+def greedy(model: PreTrainedModel, prompt: list[int], tokens: int, noise: torch.Generator | None = None) -> list[Step]:
+    """`tokens` greedy tokens after `prompt` with a KV cache: one call of len(prompt) rows, then calls of one row.
+
+    noise: multiply the embeddings by 1 +- 2^-23 at random.
+    """
     ids, cache, steps = torch.tensor([prompt], device=model.device), None, []
     for _ in range(tokens):
-        out = model(ids, past_key_values=cache, use_cache=True)
+        embeddings = model.get_input_embeddings()(ids)
+        if noise is not None:
+            signs = torch.randint(2, embeddings.shape, generator=noise) * 2 - 1
+            embeddings = embeddings * (1 + 2.0**-23 * signs.to(embeddings.device))
+        out = model(inputs_embeds=embeddings, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         best = out.logits[0, -1].float().topk(2)
         steps.append(Step(int(best.indices[0]), float(best.values[0] - best.values[1])))
         ids = best.indices[:1].view(1, 1)
     return steps
+
+
+def parted(model: PreTrainedModel, prompt: list[int], want: list[Step], runs: int) -> int:
+    """How many of `runs` noisy runs give other tokens than `want`."""
+    tokens = [step.token for step in want]
+    noisy = (greedy(model, prompt, len(want), torch.Generator().manual_seed(i)) for i in range(runs))
+    return sum([step.token for step in steps] != tokens for steps in noisy)
 
 
 def call(url: str, payload: dict[str, Any] | None = None, timeout: float = 600) -> dict[str, Any]:
@@ -103,6 +122,7 @@ def main() -> int:
     parser.add_argument("--activation", choices=ACTIVATIONS, default="group64", help="what the server runs with")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--controls", type=int, default=3, help="noisy runs of the reference for a prompt that differs")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     try:
@@ -141,6 +161,9 @@ def compare(args: argparse.Namespace) -> int:
             step = want[first]
             print(f"   reference {tokenizer.decode([step.token])!r}, leading its second best by {step.margin:.2e}")
             print(f"   server    {tokenizer.decode([got[first]])!r}")
+            if args.controls:
+                n = parted(model, prompt, want[: first + 1], args.controls)
+                print(f"   control: {n} of {args.controls} runs with last-bit noise part from the reference by this token, too")
         else:
             print(f"   the server gave {len(got)} tokens")
     print(f"{equal} of {len(prompts)} texts equal")
