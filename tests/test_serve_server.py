@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -46,6 +47,7 @@ ENVIRONMENT = {
 }
 TRACED = {"VLLM_CPU_CI_ENV": "1"}  # traced by dynamo, not compiled
 START_SECONDS = 240
+STOP_SECONDS = 60
 
 
 @pytest.fixture(autouse=True)
@@ -74,26 +76,39 @@ def command(folder, port, *options):
 def server(folder, log, *options, **environment):
     """A running server's client; stopped by SIGTERM, its log printed when anything goes wrong."""
     port = free_port()
-    with log.open("w") as out:
+    with tempfile.TemporaryDirectory(prefix="tq-") as scratch, log.open("w") as out:  # vLLM leaves files in TMPDIR behind
         process = subprocess.Popen(
             command(folder, port, *options),
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENT | environment,
+            env=os.environ | ENVIRONMENT | environment | {"TMPDIR": scratch},
             start_new_session=True,
         )
-    try:
-        wait_until_ready(process, port)
-        yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
-        assert process.poll() is None, "the server died during the test"
+        try:
+            wait_until_ready(process, port)
+            yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+            assert process.poll() is None, "the server died during the test"
+        except BaseException:
+            print(log.read_text()[-8000:])
+            raise
+        finally:
+            stop(process)
+
+
+def stop(process):
+    """SIGTERM, then time for all processes of the session to clean up their shared memory, then no mercy."""
+    if process.poll() is None:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
-    except BaseException:
-        print(log.read_text()[-8000:])
-        raise
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # nothing left of the session that was started above
-            os.killpg(process.pid, signal.SIGKILL)
+    end = time.monotonic() + STOP_SECONDS
+    while time.monotonic() < end:
+        process.poll()
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGKILL)
+    raise TimeoutError(f"the server had not ended {STOP_SECONDS} s after SIGTERM")
 
 
 def wait_until_ready(process, port):
@@ -237,13 +252,14 @@ def with_method(method):
 def test_bad_input_ends_the_server_with_one_sentence(tmp_path, change, options, environment, message):
     folder = write_toy(tmp_path / "toy", layers=2)
     change(folder)
-    ended = subprocess.run(
-        command(folder, free_port(), "--enforce-eager", "--quantization", "tilequant", *options),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | ENVIRONMENT | environment,
-        text=True,
-        timeout=START_SECONDS,
-    )
+    with tempfile.TemporaryDirectory(prefix="tq-") as scratch:
+        ended = subprocess.run(
+            command(folder, free_port(), "--enforce-eager", "--quantization", "tilequant", *options),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ENVIRONMENT | environment | {"TMPDIR": scratch},
+            text=True,
+            timeout=START_SECONDS,
+        )
     assert ended.returncode != 0
     assert message in ended.stdout, ended.stdout[-8000:]
