@@ -216,8 +216,8 @@ def check_plugin(serve_env: Path) -> None:
     python = serve_env / "bin" / "python"
     if not python.exists() or not (serve_env / "bin" / "vllm").exists():
         raise QuickstartError(f"{serve_env} has no vLLM: make it with scripts/setup_env.sh serve {serve_env}")
-    try:
-        run([str(python), "-c", PLUGIN_CHECK], what="importing the plugin", quiet=True)
+    try:  # -P: the checkout in the working directory must not stand in for an installation
+        run([str(python), "-P", "-c", PLUGIN_CHECK], what="importing the plugin", quiet=True)
     except QuickstartError as e:
         raise QuickstartError(f"the plugin does not load in {serve_env} ({e}): pip install -e . there") from None
 
@@ -321,10 +321,12 @@ def server_command(serve_env: Path, out: Path, port: int, gpu: bool) -> tuple[li
 
 
 def last_line(log: Path) -> str:
-    """The line of a server's log that says most: its last error, else its last line."""
+    """The line of a server's log that says most: the first error with a cause in it, else the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\b\w*Error\b", line) and "EngineCore failed" not in line]
-    return (errors or lines or ["no output"])[-1][-400:]
+    # A worker's error comes first; the processes above it then report that a process below has failed.
+    errors = [m[0] for line in lines if (m := re.search(r"\b[A-Z]\w*(Error|Exception): .*", line))]
+    causes = [e for e in errors if "initialization failed" not in e and "Errno 24" not in e]
+    return (causes or errors[-1:] or lines[-1:] or ["no output"])[0][:500]
 
 
 @contextmanager
@@ -366,7 +368,7 @@ def wait_for_health(process: subprocess.Popen[str], port: int, log: Path) -> Non
 def ask(steps: Steps, serve_env: Path, url: str) -> str:
     with steps.step("chat completion") as note:
         python = str(serve_env / "bin" / "python")
-        reply = json.loads(run([python, "-c", CLIENT, url, QUESTION], what="the chat completion", quiet=True))
+        reply = json.loads(run([python, "-P", "-c", CLIENT, url, QUESTION], what="the chat completion", quiet=True))
         note(f"{reply['tokens']} tokens")
     return reply["text"]
 
