@@ -3,7 +3,7 @@
     python benchmarks/bench_quality.py --model SOURCE --checkpoint FOLDER --text wiki.test.txt --tokens 65536
 
 Prints a table, writes `benchmarks/results/quality.<device>.json`, and checks three bars (set for the sample model with 60 % of
-its tiles at 4 bits on WikiText-2): exit code 1 if one fails.
+its tiles at 4 bits on WikiText-2): exit code 1 if one fails, 2 if nothing could be measured.
 """
 
 from __future__ import annotations
@@ -74,6 +74,14 @@ def main() -> int:
     parser.add_argument("--name", help="name of the rows; the checkpoint folder's if left out")
     parser.add_argument("--json", type=Path, help="by default benchmarks/results/quality.<device>.json")
     args = parser.parse_args()
+    try:
+        return measure(args)
+    except (OSError, ValueError) as e:
+        print(f"bench_quality: {e}", file=sys.stderr)
+        return 2
+
+
+def measure(args: argparse.Namespace) -> int:
     schema = Checkpoint.open(args.checkpoint).schema
     profiles = args.profile or [*schema.profiles.names, PROFILE_FULL]
     configurations = [
