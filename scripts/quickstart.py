@@ -160,6 +160,8 @@ def stop_group(process: subprocess.Popen[str], grace_s: float = 20) -> None:
 
 
 def check_port(port: int) -> None:
+    if not 1 <= port <= 65535:
+        raise QuickstartError(f"PORT={port} is no port: choose one from 1 to 65535")
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
