@@ -280,7 +280,8 @@ def quantize(steps: Steps, model: str, local: bool, data: Path) -> Path:
             run([str(BIN / "tilequant"), "quantize", model, str(out), "--data", str(data), *options],
                 what="tilequant quantize", env=OFFLINE if local else None)  # fmt: skip
         except BaseException:
-            shutil.rmtree(out, ignore_errors=True)
+            for half in (out, out.with_name(out.name + ".partial")):  # the latter if it was ended by a signal
+                shutil.rmtree(half, ignore_errors=True)
             raise
         key_file.write_text(json.dumps(key, indent=1))
     return out
