@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.utils import replace_direct_state_dict
 from torch import Tensor, nn
 
 from vllm_tilequant import schema as s
 from vllm_tilequant.calibrate.pipeline import Result
 from vllm_tilequant.kernels import layout
+from vllm_tilequant.kernels.portable import dequantize
 
 REPORT = "calibration_report.json"
 
@@ -94,17 +94,13 @@ def write_dense_back(linears: dict[str, nn.Linear], result: Result) -> None:
     transforms = layout.transform_stack(result.transforms)
     for name, linear in linears.items():
         weight = linear.weight
-        dense = _dequantize(result.weights[name], transforms, weight.dtype)
+        dense = dequantize(result.weights[name], transforms, weight.dtype)
         update_offload_parameter(linear, "weight", dense.to(weight.device))
 
 
-def _dequantize(w: layout.PackedWeight, transforms: Tensor, dtype: torch.dtype) -> Tensor:
-    from vllm_tilequant.kernels.portable import dequantize
-
-    return dequantize(w, transforms, dtype)
-
-
 def _replace(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    from compressed_tensors.utils import replace_direct_state_dict  # not needed, and not there, where no host saves
+
     replace_direct_state_dict(module, tensors | {"bias": module.bias})
 
 
