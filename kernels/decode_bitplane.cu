@@ -17,11 +17,17 @@ typedef unsigned long long u64;
 #ifndef STAGES
 #define STAGES 8
 #endif
+#ifndef STAMP
+#define STAMP 0
+#endif
 #ifndef SUMS
 #define SUMS 0
 #endif
 
 #define FULL 0xffffffffu
+
+struct True { static constexpr bool value = true; };
+struct False { static constexpr bool value = false; };
 
 struct Args {
     const void* x;           // [rows, k_tiles * 64], rows x_stride elements apart
@@ -95,6 +101,7 @@ template <int ROWS>
 struct __align__(16) Input {
     static constexpr int PAIRS = (ROWS + 1) / 2, HALVES = ROWS == 1 ? 1 : 2;
     u8 channel[64];                  // slot -> channel
+    u8 slot[64];                     // channel -> slot
     u8 entry[4][64][HALVES][PAIRS];  // per plane: the INT8 activation of row 2 * pair + half where its level wants the plane, else 0
     float scale[ROWS];               // activation scale of a row
     float centre[ROWS][4];           // sum of q * (doubled midpoint minus zero point) in steps of 8-bit codes, per tile class (2, 4, 6, 8 bits)
@@ -116,14 +123,50 @@ __device__ __forceinline__ void store_entry(void* to, u32 v) {
     if constexpr (BYTES == 4) *(u32*)to = v;
 }
 
+__device__ __forceinline__ int level_of(float magnitude, const float (&t)[4]) {
+    return (magnitude > t[0]) + (magnitude > t[1]) + (magnitude > t[2]) + (magnitude > t[3]);
+}
+
+// First half of the preparation: which channels are wanted. Loads of weights can start when it is done.
 template <int ROWS>
-__device__ __forceinline__ void prepare_input(const Args& args, Input<ROWS>& tile, int kt, int lane) {
+__device__ __forceinline__ void sort_channels(const Args& args, Input<ROWS>& tile, const float (&t)[4], int kt, int lane) {
+    float2 v[ROWS];
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m) {
+        v[m] = make_float2(0.f, 0.f);
+        if (m < args.rows) v[m] = load_pair(args.x, m * args.x_stride + kt * 64 + 2 * lane);
+    }
+    int top0 = 0, top1 = 0;
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m)
+        if (m < args.rows) {
+            top0 = max(top0, level_of(fabsf(v[m].x), t));
+            top1 = max(top1, level_of(fabsf(v[m].y), t));
+        }
+    const u32 before = (1u << lane) - 1;
+    u32 above0 = 0, above1 = 0, counts = 0;
+    int slot0 = 0, slot1 = 0;
+#pragma unroll
+    for (int l = 4; l >= 0; --l) {
+        const u32 here0 = __ballot_sync(FULL, top0 == l), here1 = __ballot_sync(FULL, top1 == l);
+        const int rank = __popc(above0) + __popc(above1) + __popc(here0 & before) + __popc(here1 & before);
+        if (top0 == l) slot0 = rank;
+        if (top1 == l) slot1 = rank + (top0 == l);
+        above0 |= here0;
+        above1 |= here1;
+        if (l > 0) counts |= (u32)(__popc(above0) + __popc(above1)) << (8 * (l - 1));
+    }
+    tile.channel[slot0] = (u8)(2 * lane);
+    tile.channel[slot1] = (u8)(2 * lane + 1);
+    *(u16*)&tile.slot[2 * lane] = (u16)(slot0 | slot1 << 8);
+    if (lane == 0) tile.counts = counts;
+}
+
+// Second half: INT8 activations in the order of the slots, their scales and the constant part of every sum.
+template <int ROWS>
+__device__ __forceinline__ void quantise(const Args& args, Input<ROWS>& tile, const float (&t)[4], int kt, int lane) {
     constexpr int PAIRS = Input<ROWS>::PAIRS, HALVES = Input<ROWS>::HALVES;
     u32 q_word[2][HALVES] = {}, l_word[2][HALVES] = {};  // [channel of this lane][row & 1], byte row >> 1
-    int top0 = 0, top1 = 0;
-    float t[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) t[i] = args.thresholds[i];
 #pragma unroll
     for (int m = 0; m < ROWS; ++m) {
         float2 v = make_float2(0.f, 0.f);
@@ -135,10 +178,7 @@ __device__ __forceinline__ void prepare_input(const Args& args, Input<ROWS>& til
         if (scale == 0.f) scale = 1.f;
         const int q0 = max(-127, min(127, __float2int_rn(__fdiv_rn(v.x, scale))));
         const int q1 = max(-127, min(127, __float2int_rn(__fdiv_rn(v.y, scale))));
-        const int l0 = (a > t[0]) + (a > t[1]) + (a > t[2]) + (a > t[3]);
-        const int l1 = (b > t[0]) + (b > t[1]) + (b > t[2]) + (b > t[3]);
-        top0 = max(top0, l0);
-        top1 = max(top1, l1);
+        const int l0 = level_of(a, t), l1 = level_of(b, t);
         q_word[0][m & 1] |= (u32)(q0 & 255) << (8 * (m >> 1));
         q_word[1][m & 1] |= (u32)(q1 & 255) << (8 * (m >> 1));
         l_word[0][m & 1] |= (u32)l0 << (8 * (m >> 1));
@@ -155,21 +195,7 @@ __device__ __forceinline__ void prepare_input(const Args& args, Input<ROWS>& til
             tile.scale[m] = scale;
         }
     }
-    const u32 before = (1u << lane) - 1;
-    u32 above0 = 0, above1 = 0, counts = 0;
-    int slot0 = 0, slot1 = 0;
-#pragma unroll
-    for (int l = 4; l >= 0; --l) {
-        const u32 here0 = __ballot_sync(FULL, top0 == l), here1 = __ballot_sync(FULL, top1 == l);
-        const int rank = __popc(above0) + __popc(above1) + __popc(here0 & before) + __popc(here1 & before);
-        if (top0 == l) slot0 = rank;
-        if (top1 == l) slot1 = rank + (top0 == l);
-        above0 |= here0;
-        above1 |= here1;
-        if (l > 0) counts |= (u32)(__popc(above0) + __popc(above1)) << (8 * (l - 1));
-    }
-    tile.channel[slot0] = (u8)(2 * lane);
-    tile.channel[slot1] = (u8)(2 * lane + 1);
+    const u32 slots = *(const u16*)&tile.slot[2 * lane];
 #pragma unroll
     for (int p = 0; p < 4; ++p)
 #pragma unroll
@@ -177,44 +203,49 @@ __device__ __forceinline__ void prepare_input(const Args& args, Input<ROWS>& til
 #pragma unroll
             for (int k = 0; k < 2; ++k) {  // a byte of 127 - p + level has its top bit where level > p
                 const u32 wants = (l_word[k][half] + (127 - p) * 0x01010101u) >> 7 & 0x01010101u;
-                store_entry<PAIRS>(&tile.entry[p][k ? slot1 : slot0][half][0], q_word[k][half] & wants * 255);
+                store_entry<PAIRS>(&tile.entry[p][slots >> (8 * k) & 255][half][0], q_word[k][half] & wants * 255);
             }
-    if (lane == 0) tile.counts = counts;
 }
 
-// Appends an input tile's steps to the warp's list.
-template <int TILES, int ROWS>
-__device__ __forceinline__ void list_steps(const Args& args, const Input<ROWS>& input, Part& part, Step* steps, int& total, uint2 meta, int at, int block, int sub, int lane) {
-    constexpr u32 OWN = (1u << TILES) - 1;
-    const u32 own_two = meta.y >> sub & OWN, own_three = meta.y >> (8 + sub) & OWN;
-    u32 counts = input.counts;
-    if (!own_two) counts &= 0x0000ffffu;
-    if (!own_three) counts &= 0x00ffffffu;
-    if (lane == 0) {
-        part.masks = meta.y;
-        part.counts = counts;
-    }
-    const int plane = lane >> 2 & 3, first = (lane & 3) * STEP, left = lane < 16 ? (int)(counts >> (8 * plane) & 255) - first : 0;
+// Appends the steps of planes 0 and 1 (or 2 and 3) of an input tile to the warp's list.
+template <int TILES, bool DENSE, int ROWS>
+__device__ __forceinline__ void list_steps(const Args& args, const Input<ROWS>& input, u32 counts, Step* steps, int& total, uint2 meta, int at, int block, int sub, int lane) {
+    const int second = lane >> 2 & 1, first = (lane & 3) * STEP, plane = (DENSE ? 0 : 2) + second;
+    const int left = lane < 8 ? (int)(counts >> (8 * plane) & 255) - first : 0;
     const u32 all = __ballot_sync(FULL, left > 0);
     if (left > 0) {
         Step step;
         const u32 slots = left >= STEP ? 0xffff00u : ((1u << left) - 1) << 8;
         step.channels = shared_address(input.channel + first);
-        if (plane < 2) {
+        if (DENSE) {
             const int inside = min(TILES, args.n_tiles - block * 8 - sub);
             step.unit = (u32)at * 1024 + plane * 512 + sub;
             step.wanted = ((1u << inside) - 1) | slots;
             step.stride = 8;
         } else {
-            const u32 whole = meta.y >> (8 * (plane - 2)) & 255;
-            step.unit = meta.x + (plane == 2 ? 0 : 64 * __popc(meta.y & 255)) + __popc(whole & ((1u << sub) - 1));
-            step.wanted = (plane == 2 ? own_two : own_three) | slots;
+            const u32 whole = meta.y >> (8 * second) & 255;
+            step.unit = meta.x + (second ? 64 * __popc(meta.y & 255) : 0) + __popc(whole & ((1u << sub) - 1));
+            step.wanted = (whole >> sub & ((1u << TILES) - 1)) | slots;
             step.stride = __popc(whole);
         }
         steps[total + __popc(all & ((1u << lane) - 1))] = step;
     }
     total += __popc(all);
 }
+
+// Table entries of outputs `lane` (low byte) and `lane + 32` of a tile; bit 16 for the identity and beyond the weight.
+__device__ __forceinline__ u32 transform_codes(const Args& args, int nt, int lane) {
+    if (nt >= args.n_tiles) return 0x10000;
+    const u32 transform = args.transform[nt];
+    if (transform == 255) return 0x10000;
+    return args.table[transform * 64 + lane] | (u32)args.table[transform * 64 + lane + 32] << 8;
+}
+
+#if STAMP
+#define MARK(i) if (lane == 0) args.sums[(blockIdx.x * warps + warp) * 16 + (i)] = (int)clock64()
+#else
+#define MARK(i)
+#endif
 
 // A warp (k, n) of the CTA's warps_k x warps_n takes every (splits * warps_k)-th input tile and the n-th range of outputs. Shared
 // memory, as `cuda_geometry` in decode_bitplane.py counts it: sums of all warps; their rings; inputs of all k; parts; steps.
@@ -238,31 +269,44 @@ __device__ __forceinline__ void decode(const Args& args) {
     Input<ROWS>* all_inputs = (Input<ROWS>*)(shared + warps * (SUM_BYTES + STAGES * STAGE));
     Part* parts = (Part*)(all_inputs + warps_k * tpw) + warp * tpw;
     Step* steps = (Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warp * (tpw * 16 + STAGES - 1);
+    // [splits][ceil(tasks / splits)][64]: what the cluster's CTAs send for the output tiles (of one row each) that this one finishes
+    float* received = (float*)((Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warps * (tpw * 16 + STAGES - 1));
+    const int tasks = args.rows * warps_n * TILES, tasks_here = (tasks + splits - 1) / splits;
     const Input<ROWS>* inputs = all_inputs + warp_k * tpw;
     const u32 ring = shared_address(ring_bytes);
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // nobody may send to a CTA that has not started
+    MARK(0);
 
 #pragma unroll
     for (int i = 0; i < STAGES * STAGE / 512; ++i) ((uint4*)ring_bytes)[i * 32 + lane] = make_uint4(0, 0, 0, 0);
-    uint2 meta = make_uint2(0, 0);
-    if (k_first < k_end) meta = args.meta[block * args.k_tiles + k_first];
+    // what belongs to the weight may be read before the activations are there
+    uint2 my_meta = make_uint2(0, 0);
+    if (lane < tpw && k_first + lane * stride < k_end) my_meta = args.meta[block * args.k_tiles + k_first + lane * stride];
+    for (int i = lane; i < tpw * 8; i += 32) {
+        const int kt = k_first + (i >> 3) * stride;
+        if (kt < k_end)
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&parts[i >> 3].factor[i & 7])),
+                         "l"(args.factor + (long long)(block * args.k_tiles + kt) * 8 + (i & 7))
+                         : "memory");
+    }
+    // the first output tile that this warp finishes
+    u32 my_codes = 0x10000;
+    if (warp * splits + split < tasks) my_codes = transform_codes(args, first_part * TILES + (warp * splits + split) % (warps_n * TILES), lane);
 
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    MARK(1);
 
+    float t4[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) t4[i] = args.thresholds[i];
+#pragma unroll 1
     for (int task = warp; task < warps_k * tpw; task += warps) {
         const int kt = split * warps_k + task / tpw + task % tpw * stride;
-        if (kt < args.k_tiles) prepare_input<ROWS>(args, all_inputs[task], kt, lane);
+        if (kt < args.k_tiles) sort_channels<ROWS>(args, all_inputs[task], t4, kt, lane);
     }
     __syncthreads();
-    int total = 0;
-    for (int j = 0, kt = k_first; kt < k_end; ++j, kt += stride) {
-        const int at = block * args.k_tiles + kt;
-        if (j) meta = args.meta[at];
-        if (lane < 8) parts[j].factor[lane] = args.factor[(long long)at * 8 + lane];
-        list_steps<TILES, ROWS>(args, inputs[j], parts[j], steps, total, meta, at, block, sub, lane);
-    }
-    if (lane < STAGES - 1) steps[total + lane] = Step{0, shared_address(all_inputs), 0, 0};  // what the pipeline asks for beyond the end
-    __syncwarp();
+    MARK(2);
 
     // who copies what: 16 bytes (one tile's share of one channel) per lane and copy
     constexpr int COPIES = STAGE / 512, ROWS_PER_COPY = 32 / TILES;
@@ -303,8 +347,41 @@ __device__ __forceinline__ void decode(const Args& args) {
         }
         copy_commit();
     };
+
+    // the first loads need nothing but the channels of planes 0 and 1; the activations are quantised while they are under way
+    int total = 0;
+    if (k_first < k_end)
+        list_steps<TILES, true>(args, inputs[0], inputs[0].counts, steps, total, my_meta, block * args.k_tiles + k_first, block, sub, lane);
+    __syncwarp();
+    const int early = total;
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) produce(i * STAGE);
+    for (int i = 0; i < STAGES - 1; ++i)
+        if (i < early) produce(i * STAGE);
+    MARK(3);
+#pragma unroll 1
+    for (int task = warp; task < warps_k * tpw; task += warps) {
+        const int kt = split * warps_k + task / tpw + task % tpw * stride;
+        if (kt < args.k_tiles) quantise<ROWS>(args, all_inputs[task], t4, kt, lane);
+    }
+    for (int j = 0, kt = k_first; kt < k_end; ++j, kt += stride) {
+        const int at = block * args.k_tiles + kt;
+        const uint2 meta = make_uint2(__shfl_sync(FULL, my_meta.x, j), __shfl_sync(FULL, my_meta.y, j));
+        u32 counts = inputs[j].counts;  // planes that none of the warp's tiles has need no step
+        if (!(meta.y >> sub & ((1u << TILES) - 1))) counts &= 0x0000ffffu;
+        if (!(meta.y >> (8 + sub) & ((1u << TILES) - 1))) counts &= 0x00ffffffu;
+        if (lane == 0) {
+            parts[j].masks = meta.y;
+            parts[j].counts = counts;
+        }
+        if (j) list_steps<TILES, true>(args, inputs[j], counts, steps, total, meta, at, block, sub, lane);
+        list_steps<TILES, false>(args, inputs[j], counts, steps, total, meta, at, block, sub, lane);
+    }
+    if (lane < STAGES - 1) steps[total + lane] = Step{0, shared_address(all_inputs), 0, 0};  // what the pipeline asks for beyond the end
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i)
+        if (i >= early) produce(i * STAGE);
+    MARK(4);
 
     const int g = lane >> 2, c = lane & 3;
     const int twist = TILES == 8 ? c * 2 : (c & 2);
@@ -330,10 +407,10 @@ __device__ __forceinline__ void decode(const Args& args) {
 #pragma unroll
                     for (int r = 0; r < 4; ++r) sum[q][i][h][r] = 0;
         float unit = 512.f;  // doubled, and 4 for every plane below the last one read
-#pragma unroll 1
-        for (int plane = 0; plane < 4; ++plane) {
+        auto read_plane = [&](auto dense, int plane) {
+            constexpr bool DENSE = decltype(dense)::value;
             const int count = counts >> (8 * plane) & 255;
-            if (count == 0) break;
+            if (count == 0) return;
             unit *= 0.25f;
             if (plane > 0) {
 #pragma unroll
@@ -346,8 +423,9 @@ __device__ __forceinline__ void decode(const Args& args) {
                             for (int r = 0; r < 4; ++r) sum[q][i][h][r] *= 4;
             }
             // of a tile without this plane the ring holds something older
-            const u32 keep = plane < 2 || (masks >> (8 * (plane - 2) + tile_of_lane) & 1) ? 0xffffffffu : 0;
-            const u32 field[4] = {0x03030303u & keep, 0x0c0c0c0cu & keep, 0x30303030u & keep, 0xc0c0c0c0u & keep};
+            const u32 keep = DENSE || (masks >> (8 * (plane - 2) + tile_of_lane) & 1) ? 0xffffffffu : 0;
+            // fields up to j of every byte: output j is a difference of two sums, and the last one needs no mask
+            const u32 low[4] = {0x03030303u & keep, 0x0f0f0f0fu & keep, 0x3f3f3f3fu & keep, keep};
             constexpr int ENTRY = HALVES * PAIRS;
             u32 entries = shared_address(&inputs[j].entry[plane][c][half][0]);
             const u32 entries_end = entries + count * ENTRY;
@@ -374,8 +452,8 @@ __device__ __forceinline__ void decode(const Args& args) {
                 for (int i = 0; i < WORDS; ++i)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const u32 a0 = w[0][i] & field[2 * h], a1 = w[0][i] & field[2 * h + 1];
-                        const u32 a2 = w[1][i] & field[2 * h], a3 = w[1][i] & field[2 * h + 1];
+                        const u32 a0 = w[0][i] & low[2 * h], a1 = w[0][i] & low[2 * h + 1];
+                        const u32 a2 = w[1][i] & low[2 * h], a3 = w[1][i] & low[2 * h + 1];
 #pragma unroll
                         for (int q = 0; q < PAIRS; ++q) mma(sum[q][i][h], a0, a1, a2, a3, b[q][0], b[q][1]);
                     }
@@ -390,6 +468,14 @@ __device__ __forceinline__ void decode(const Args& args) {
                 write_at = read_at;
                 read_at = read_at == (STAGES - 1) * STAGE ? 0 : read_at + STAGE;
             } while (entries < entries_end);
+        };
+#pragma unroll 1
+        for (int plane = 0; plane < 2; ++plane) read_plane(True{}, plane);
+#pragma unroll 1
+        for (int plane = 2; plane < 4; ++plane) read_plane(False{}, plane);
+        if (counts == 0) {  // no step of this tile has waited for its factors
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            __syncwarp();
         }
         const int bits_class = masks >> (16 + 2 * tile_of_lane) & 3;
         const float tile_factor = parts[j].factor[tile_of_lane];
@@ -405,8 +491,10 @@ __device__ __forceinline__ void decode(const Args& args) {
                     float4 v = j ? held : make_float4(0.f, 0.f, 0.f, 0.f);
                     float whole[4];
 #pragma unroll
-                    for (int r = 0; r < 4; ++r)  // exact: whole numbers below 2^24
-                        whole[r] = fmaf((float)sum[q][i][h][r], unit / (float)(1 << (4 * h + 2 * (r >> 1))), centre);
+                    for (int r = 0; r < 4; ++r) {  // exact: whole numbers below 2^24
+                        const int below = r >= 2 ? sum[q][i][h][r - 2] : h ? sum[q][i][0][r + 2] : 0;
+                        whole[r] = fmaf((float)(sum[q][i][h][r] - below), unit / (float)(1 << (4 * h + 2 * (r >> 1))), centre);
+                    }
                     v.x = fmaf(whole[0], scale, v.x);
                     v.y = fmaf(whole[1], scale, v.y);
                     v.z = fmaf(whole[2], scale, v.z);
@@ -423,68 +511,54 @@ __device__ __forceinline__ void decode(const Args& args) {
                 }
         }
     }
+    MARK(5);
     if (k_first >= k_end)
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) warp_sums[i * 32 + lane] = make_float4(0.f, 0.f, 0.f, 0.f);
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
 
-    // warps that share outputs add in ascending order, into the first one's sums
-    if (warps_k > 1) {
-        for (int quad = warp; quad < warps_n * QUADS; quad += warps) {
-            float4* at = (float4*)shared + (quad / QUADS * warps_k * QUADS + quad % QUADS) * 32 + lane;
-            float4 v = *at;
+    MARK(6);
+    // warps that share outputs add in ascending order; the sum goes to the CTA that finishes the tile
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    for (int quad = warp; quad < warps_n * QUADS; quad += warps) {
+        const int n_part = quad / QUADS, in_part = quad % QUADS;
+        const float4* at = (const float4*)shared + (n_part * warps_k * QUADS + in_part) * 32 + lane;
+        float4 v = *at;
 #pragma unroll 4
-            for (int k = 1; k < warps_k; ++k) {
-                const float4 more = at[k * QUADS * 32];
-                v.x += more.x;
-                v.y += more.y;
-                v.z += more.z;
-                v.w += more.w;
-            }
-            *at = v;
+        for (int k = 1; k < warps_k; ++k) {
+            const float4 more = at[k * QUADS * 32];
+            v.x += more.x;
+            v.y += more.y;
+            v.z += more.z;
+            v.w += more.w;
         }
-        if (splits == 1) __syncthreads();
+        const int m = 2 * (in_part / (2 * WORDS)) + (c >> 1), word = in_part / 2 % WORDS + (TILES == 8 ? 0 : (g & 1) * 2);
+        if (m < args.rows && (ROWS > 1 || c < 2)) {
+            const int task = m * warps_n * TILES + n_part * TILES + (TILES == 8 ? g : g >> 1);
+            const float* slot = received + (split * tasks_here + task / splits) * 64 + ((word * 2 + (in_part & 1)) * 2 + (c & 1)) * 4;
+            u32 there;
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(slot)), "r"(task % splits));
+            asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+        }
     }
-    if (splits > 1) {
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    }
-    for (int task = split * warps + warp; task < args.rows * warps_n * TILES; task += splits * warps) {
-        const int m = task / (warps_n * TILES), own = task % (warps_n * TILES), nt = first_part * TILES + own;
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    MARK(8);
+    for (int mine = warp; mine * splits + split < tasks; mine += warps) {
+        const int task = mine * splits + split, m = task / (warps_n * TILES), nt = first_part * TILES + task % (warps_n * TILES);
         if (nt >= args.n_tiles) continue;
-        // output n of the tile in the order of the accumulators; this lane takes n = lane and lane + 32
-        const int n_t = lane >> 2 & 3, n_j = lane & 3, group = own % TILES * (8 / TILES);  // group: the lanes that hold output 0
-        const int float_at = (((m >> 1) * WORDS + (lane >> 4)) * 2 + (n_j >> 1)) * 128 + (group * 4 + (m & 1) * 2 + (n_t >> 1)) * 4 + (n_j & 1) * 2 + (n_t & 1);
-        const float* from = (const float*)(shared + own / TILES * warps_k * SUM_BYTES) + float_at;
-        constexpr int FAR = TILES == 8 ? 512 : 16;  // floats from output n to n + 32: two words on, or the next group of lanes
-        float lo = 0.f, hi = 0.f;
-        if (splits == 1) {
-            lo = from[0];
-            hi = from[FAR];
-        } else {
-            const u32 at = shared_address(from);
-            for (int first = 0; first < splits; first += 8) {
-                float a[8], b[8];
-#pragma unroll
-                for (int s = 0; s < 8; ++s)
-                    if (first + s < splits) {
-                        u32 there;
-                        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(first + s));
-                        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(a[s]) : "r"(there));
-                        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(b[s]) : "r"(there + FAR * 4));
-                    }
-#pragma unroll
-                for (int s = 0; s < 8; ++s)
-                    if (first + s < splits) {
-                        lo = first + s ? lo + a[s] : a[s];
-                        hi = first + s ? hi + b[s] : b[s];
-                    }
-            }
+        const int n_t = lane >> 2 & 3, n_j = lane & 3;  // this lane takes outputs lane and lane + 32
+        const float* from = received + mine * 64 + (((lane >> 4) * 2 + (n_j >> 1)) * 2 + (n_t >> 1)) * 4 + (n_j & 1) * 2 + (n_t & 1);
+        float lo = from[0], hi = from[32];
+#pragma unroll 4
+        for (int s = 1; s < splits; ++s) {
+            lo += from[s * tasks_here * 64];
+            hi += from[s * tasks_here * 64 + 32];
         }
-        const u32 transform = args.transform[nt];
-        if (transform != 255) {  // y = l H[perm] (r y~) / 8
-            const u32 code_lo = args.table[transform * 64 + lane], code_hi = args.table[transform * 64 + lane + 32];
+        const u32 both = mine == warp ? my_codes : transform_codes(args, nt, lane);
+        if (!(both & 0x10000)) {  // y = l H[perm] (r y~) / 8
+            const u32 code_lo = both & 255, code_hi = both >> 8;
             lo = code_lo & 128 ? -lo : lo;
             hi = code_hi & 128 ? -hi : hi;
             const float a = lo + hi, b = lo - hi;
@@ -516,20 +590,18 @@ __device__ __forceinline__ void decode(const Args& args) {
         y[32] = to_half(hi, XTYPE);
 #endif
     }
-    if (splits > 1) {  // nobody leaves while its sums may still be read
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    }
+    MARK(10);
 }
 
-#define KERNEL(TILES, ROWS)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(512, 1) decode_##TILES##_##ROWS(const __grid_constant__ Args args) { \
-        decode<TILES, ROWS>(args);                                                                            \
+// The first bound sets the registers: 65536 / threads, so that enough warps are resident to hide each other's latencies.
+#define KERNEL(TILES, ROWS, THREADS)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS) decode_##TILES##_##ROWS(const __grid_constant__ Args args) { \
+        decode<TILES, ROWS>(args);                                                                                    \
     }
-KERNEL(8, 1)
-KERNEL(8, 2)
-KERNEL(8, 4)
-KERNEL(4, 1)
-KERNEL(4, 2)
-KERNEL(4, 4)
-KERNEL(4, 8)
+KERNEL(8, 1, 640)
+KERNEL(8, 2, 640)
+KERNEL(8, 4, 512)
+KERNEL(4, 1, 896)
+KERNEL(4, 2, 768)
+KERNEL(4, 4, 640)
+KERNEL(4, 8, 512)

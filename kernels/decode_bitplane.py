@@ -178,10 +178,11 @@ def cuda_geometry(rows: int, n_tiles: int, k_tiles: int, config: DecodeConfig) -
     tiles, warps_n = config.cut(rows)
     warps = config.warps_k * warps_n
     per_warp = -(-k_tiles // (config.splits * config.warps_k))
-    input_bytes = -(-(64 + 256 * held + 20 * held + 4) // 16) * 16
+    input_bytes = -(-(128 + 256 * held + 20 * held + 4) // 16) * 16
     warp_bytes = max(1, held // 2) * tiles * 512 + config.stages * tiles * 256
     warp_bytes += per_warp * 48 + (per_warp * 16 + config.stages - 1) * 16
     shared = warps * warp_bytes + config.warps_k * per_warp * input_bytes
+    shared += -(-rows * warps_n * tiles // config.splits) * config.splits * 256  # received
     grid = -(-n_tiles // (tiles * warps_n)) * config.splits
     return Geometry(f"decode_{tiles}_{held}", tiles, warps, per_warp, grid, shared)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
+
 import pytest
 import torch
-
-from cases import MAPS, ROWS, SHAPES, THRESHOLDS, make_case, make_rows
+from cases import MAPS, ROWS, SHAPES, THRESHOLDS, TRANSFORMS, make_case, make_rows
 from tolerances import OUTPUT_RMS, relative_rms
 from vllm_tilequant.kernels import reference
 from vllm_tilequant.kernels.capability import MAX_ROWS
 from vllm_tilequant.kernels.decode_bitplane import decode_linear, decode_sums, prepare
 from vllm_tilequant.kernels.tuning import DecodeConfig
-
-from cases import TRANSFORMS  # isort: skip
 
 GPU_ROWS = sorted({min(m, MAX_ROWS) for m in ROWS} | {4, 5})
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -29,8 +29,7 @@ def check(case, m, thresholds, dtype, device, *, path, config=None, bias=True, s
     x = make_rows(m, k, dtype, seed).to(device)
     thr = torch.tensor(THRESHOLDS[thresholds], device=device)
     b = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(device, dtype) if bias else None
-    w = prepare(case.weight, TRANSFORMS)
-    w = w.to(device)
+    w = prepare(case.weight, TRANSFORMS).to(device)
     kwargs = {"path": path, "config": config}
     wanted_sums = reference.tile_sums_ref(x.cpu(), case.weight, thr.cpu())
     poison_allocator(device)
@@ -49,14 +48,30 @@ def check(case, m, thresholds, dtype, device, *, path, config=None, bias=True, s
         assert torch.equal(alone[0], y[row]), f"row {row} differs alone"
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET=1 is not set")
+@pytest.mark.parametrize(
+    ("shape", "kind", "m", "thresholds", "dtype"),
+    [
+        ((64, 64), "all8", 1, "full", torch.float32),
+        ((64, 128), "mixed2468", 2, "graded", torch.bfloat16),
+        ((576, 64), "mixed48", 1, "skip2and6", torch.float16),
+        ((64, 320), "all4", 1, "graded", torch.float32),
+        ((64, 64), "mixed48", 1, "none", torch.float32),
+    ],
+)
+def test_the_interpreter_runs_the_same_kernels(shape, kind, m, thresholds, dtype):
+    check(make_case(*shape, kind), m, thresholds, dtype, "cpu", path="triton")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", ["cuda", "triton"])
 @pytest.mark.parametrize("kind", MAPS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_maps_rows_and_levels(shape, kind, path):
     case = make_case(*shape, kind)
-    for m in GPU_ROWS:
-        for thresholds in THRESHOLDS:
+    for i, m in enumerate(GPU_ROWS):
+        for thresholds in list(THRESHOLDS)[i % 2 :: 2] + ["graded"]:
             check(case, m, thresholds, torch.bfloat16, "cuda", path=path)
 
 
@@ -84,8 +99,7 @@ def test_every_cut_gives_the_same_integers(splits, warps, tiles):
 @pytest.mark.gpu
 def test_replays_of_one_graph_follow_thresholds_and_inputs():
     case = make_case(576, 1536)
-    w = prepare(case.weight, TRANSFORMS)
-    w = w.to("cuda")
+    w = prepare(case.weight, TRANSFORMS).to("cuda")
     x, thr = make_rows(2, 1536, torch.bfloat16).cuda(), torch.tensor(THRESHOLDS["graded"], device="cuda")
     decode_linear(x, w, None, thr)
     graph = torch.cuda.CUDAGraph()
@@ -103,8 +117,7 @@ def test_replays_of_one_graph_follow_thresholds_and_inputs():
 @pytest.mark.gpu
 def test_a_nan_stays_in_its_row():
     case = make_case(192, 320)
-    w = prepare(case.weight, TRANSFORMS)
-    w = w.to("cuda")
+    w = prepare(case.weight, TRANSFORMS).to("cuda")
     x, thr = make_rows(3, 320, torch.bfloat16).cuda(), torch.tensor(THRESHOLDS["graded"], device="cuda")
     clean = decode_linear(x, w, None, thr)
     x[1, 7] = float("nan")

@@ -1,0 +1,122 @@
+"""What can run is answered without raising; what cannot is refused before any launch, in one message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cases import TRANSFORMS, make_case
+from vllm_tilequant.kernels import capability
+from vllm_tilequant.kernels.capability import DecodeSpec, choose_path, unsupported_reason
+from vllm_tilequant.kernels.decode_bitplane import Geometry, cuda_geometry, decode_linear, prepare
+from vllm_tilequant.kernels.decode_weight import factor_hadamard
+from vllm_tilequant.kernels.layout import aligned_codes, hadamard_matrix
+from vllm_tilequant.kernels.tuning import DecodeConfig, default_config, dump, gpu_key
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"out_features": 100}, "multiple of 64"),
+        ({"in_features": 0}, "multiple of 64"),
+        ({"dtype": torch.float64}, "float64"),
+        ({"rows": 9}, "9 rows"),
+        ({"capability": None}, "no CUDA GPU"),
+        ({"capability": (7, 5)}, "7.5"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_reasons_name_what_is_wrong(changed, words):
+    spec = DecodeSpec(
+        **{"out_features": 128, "in_features": 64, "dtype": torch.bfloat16, "capability": (9, 0), "rows": 8} | changed
+    )
+    assert words in unsupported_reason(spec)
+
+
+def test_paths_by_capability(monkeypatch):
+    monkeypatch.setattr(capability, "find_spec", lambda name: object())
+    spec = DecodeSpec(128, 64, torch.bfloat16, (8, 0))
+    assert unsupported_reason(spec) is None and "9.0" in unsupported_reason(spec, "cuda")
+    assert choose_path((8, 0)) == "triton" and choose_path((7, 5)) is None and choose_path(None) is None
+    monkeypatch.setattr(capability, "find_spec", lambda name: None)
+    assert "triton" in unsupported_reason(spec)
+
+
+def small():
+    case = make_case(128, 128)
+    return torch.zeros(1, 128, dtype=torch.bfloat16), prepare(case.weight, TRANSFORMS), torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("error", "change"),
+    [
+        (TypeError, lambda x, w, t: (x.double(), w, None, t)),
+        (ValueError, lambda x, w, t: (x[:, :64], w, None, t)),
+        (ValueError, lambda x, w, t: (x[0], w, None, t)),
+        (ValueError, lambda x, w, t: (x.expand(9, 128).contiguous(), w, None, t)),
+        (ValueError, lambda x, w, t: (torch.zeros(128, 2, dtype=x.dtype).T, w, None, t)),
+        (ValueError, lambda x, w, t: (torch.zeros(1, 129, dtype=x.dtype)[:, 1:], w, None, t)),
+        (TypeError, lambda x, w, t: (x, w, None, t.double())),
+        (ValueError, lambda x, w, t: (x, w, None, t[:3])),
+        (TypeError, lambda x, w, t: (x, w, torch.zeros(128, dtype=torch.int32), t)),
+        (ValueError, lambda x, w, t: (x, w, torch.zeros(64), t)),
+        (ValueError, lambda x, w, t: (x.to("meta"), w, None, t)),
+    ],
+)
+def test_bad_input_is_refused(error, change):
+    with pytest.raises(error, match="wanted|move"):
+        decode_linear(*change(*small()))
+
+
+def test_no_kernel_on_a_cpu():
+    x, w, thresholds = small()
+    with pytest.raises(NotImplementedError, match="no CUDA GPU"):
+        decode_linear(x, w, None, thresholds)
+    with pytest.raises(ValueError, match="path"):
+        decode_linear(x, w, None, thresholds, path="fastest")
+
+
+def test_transform_must_be_a_hadamard():
+    with pytest.raises(NotImplementedError, match="Hadamard"):
+        factor_hadamard(torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64))[0])
+
+
+def test_factored_transforms_give_the_matrix_back():
+    for matrix in TRANSFORMS[1:]:
+        code = factor_hadamard(matrix).long()
+        sign = 1 - 2 * (code >> 6 & 1), 1 - 2 * (code >> 7 & 1)
+        assert torch.allclose(sign[0][:, None] * hadamard_matrix()[code & 63] * sign[1], matrix)
+
+
+def test_the_decode_form_holds_every_code():
+    case = make_case(640, 192, "mixed2468")
+    w = prepare(case.weight, TRANSFORMS)
+    wanted = aligned_codes(case.weight).view(3, 64, 10, 64)
+    shifts = torch.arange(0, 32, 2)
+    for nt, kt in ((0, 0), (3, 2), (7, 1), (8, 0), (9, 2)):
+        block, tile, masks = nt // 8, nt % 8, int(w.meta[nt // 8, kt, 1])
+        got = torch.zeros(64, 64, dtype=torch.long)
+        for p in range(4):
+            mask = 255 if p < 2 else masks >> (8 * (p - 2)) & 255
+            if not mask >> tile & 1:
+                continue
+            rank, width = bin(mask & ((1 << tile) - 1)).count("1"), bin(mask).count("1")
+            start = (block * 3 + kt) * 1024 + p * 512 if p < 2 else int(w.meta[block, kt, 0])
+            start += 64 * bin(masks & 255).count("1") if p == 3 else 0
+            words = w.codes[start + torch.arange(64) * width + rank].long()  # [64 channels, 4 words]
+            got |= (words[..., None] >> shifts & 3).reshape(64, 64) << (6 - 2 * p)
+        # bits 8t + 2j of a word are output 4t + j, and the shifts above run over them in that order
+        assert torch.equal(got, wanted[kt, :, nt].long()), (nt, kt)
+
+
+def test_configurations():
+    assert gpu_key("NVIDIA H200") == "h200" and gpu_key("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
+    for n, k in ((64, 64), (4096, 14336), (28672, 4096), (2048, 64 * 300)):
+        config = default_config(n, k, 132)
+        for rows in range(1, 9):
+            cut = cuda_geometry(rows, n // 64, k // 64, config)
+            assert isinstance(cut, Geometry) and cut.grid % config.splits == 0 and cut.per_warp <= 32, (n, k, cut)
+            assert cut.per_warp * config.splits * config.warps_k * 64 >= k
+    with pytest.raises(ValueError, match="splits"):
+        DecodeConfig(32, 1)
+    assert '"n": 64' in dump("h200", {(64, 64): DecodeConfig(1, 1)}, {})
