@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Batch = dict[str, Tensor]
 
@@ -44,7 +48,7 @@ def hooked(hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> Iterator[None]
 
 
 @torch.no_grad()
-def find_groups(model: nn.Module, linears: dict[str, nn.Linear], batch: Batch) -> list[Group]:
+def find_groups(model: PreTrainedModel, linears: dict[str, nn.Linear], batch: Batch) -> list[Group]:
     """Which linears receive the very same tensor, seen in one short forward pass.
 
     Raises `ValueError` naming linears that the pass never called.
@@ -72,7 +76,7 @@ def find_groups(model: nn.Module, linears: dict[str, nn.Linear], batch: Batch) -
 
 @torch.no_grad()
 def watch_inputs(
-    model: nn.Module,
+    model: PreTrainedModel,
     modules: dict[str, nn.Linear],
     batches: Iterable[Batch],
     use: Callable[[str, Tensor], None],
@@ -95,7 +99,7 @@ def watch_inputs(
 
 
 def watch_gradients(
-    model: nn.Module,
+    model: PreTrainedModel,
     modules: dict[str, nn.Linear],
     batches: Iterable[Batch],
     use: Callable[[str, Tensor, Tensor], None],

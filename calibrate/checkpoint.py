@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from vllm_tilequant import schema as s
 from vllm_tilequant.calibrate.pipeline import Result
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.kernels.portable import dequantize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 REPORT = "calibration_report.json"
 
@@ -46,7 +49,7 @@ def build_schema(result: Result, linears: dict[str, nn.Linear], profiles: list[s
     )
 
 
-def wrap_save_pretrained(model: nn.Module, packed: Callable[[], tuple[Result, s.QuantizationSchema]]) -> None:
+def wrap_save_pretrained(model: PreTrainedModel, packed: Callable[[], tuple[Result, s.QuantizationSchema]]) -> None:
     """Make `model.save_pretrained` write the packed form; `save_compressed=False` still writes the dense model.
 
     llm-compressor has wrapped the method already and rewrites config.json from the source model's; so the quantization_config
@@ -83,7 +86,7 @@ def wrap_save_pretrained(model: nn.Module, packed: Callable[[], tuple[Result, s.
                 file.chmod(0o644)  # safetensors writes 0600: a server under another user could not read it
 
     save_pretrained._overridden = True  # type: ignore[attr-defined]  # what llm-compressor looks for
-    model.save_pretrained = save_pretrained
+    model.save_pretrained = save_pretrained  # type: ignore[assignment, method-assign]
 
 
 @torch.no_grad()

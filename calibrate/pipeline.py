@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from loguru import logger
@@ -23,6 +24,9 @@ from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.calibrate.thresholds import GroupStatistics, Histogram, optimal_thresholds, percentile_thresholds
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.schema import TILE, Transform
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Memory for the Hessians that are alive at once; more layers than fit take another pass over the text.
 HESSIAN_BYTES = 4 << 30
@@ -44,7 +48,7 @@ class Result:
 class Calibration:
     """One run over one model. `linears` are the targets by name, in model order; `batches` the calibration records."""
 
-    def __init__(self, model: nn.Module, linears: dict[str, nn.Linear], batches: list[Batch], settings: Settings):
+    def __init__(self, model: PreTrainedModel, linears: dict[str, nn.Linear], batches: list[Batch], settings: Settings):
         self.model, self.linears, self.batches, self.settings = model, linears, batches, settings
         self.transform = (
             Transform(kind="randomized_hadamard", seed=settings.output_seed)
@@ -125,7 +129,7 @@ class Calibration:
         tokens = sum(int(token_mask(b).sum()) for b in batches)
         self.output_weight = {n: f / tokens for n, f in self.output_weight.items()}
         if self.settings.scores == "random":
-            scores = random_scores({n: tuple(s.shape) for n, s in scores.items()}, self.settings.seed)
+            scores = random_scores({n: (s.shape[0], s.shape[1]) for n, s in scores.items()}, self.settings.seed)
         self.tile_bits = allocate(scores, self.settings.w4_fraction)
         self.report["score_mass"] = {n: float(s.sum()) for n, s in scores.items()}
 
@@ -164,9 +168,9 @@ class Calibration:
 
     def _make_thresholds(self) -> dict[str, Tensor]:
         rows = [
-            optimal_thresholds(self.statistics, target)
-            if self.settings.thresholds == "optimal"
-            else percentile_thresholds(self.statistics, target)
+            percentile_thresholds(self.statistics, target)
+            if isinstance(target, list)
+            else optimal_thresholds(self.statistics, target)
             for target in self.settings.profiles.values()
         ]
         return {g.name: torch.stack([row[g.name] for row in rows]) for g in self.groups}

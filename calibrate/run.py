@@ -49,7 +49,7 @@ def quantize(
             model=network,
             tokenizer=tokenizer,
             dataset=records,
-            recipe=[modifier],
+            recipe=modifier,
             num_calibration_samples=len(records),
             max_seq_length=length,
             shuffle_calibration_samples=False,  # llm-compressor's shuffling is not seeded

@@ -16,8 +16,8 @@ from vllm_tilequant.schema import LEVELS, TILE
 def activation_int8_ref(x: Tensor) -> tuple[Tensor, Tensor]:
     """INT8 activations with one scale per row and 64 inputs.
 
-    x: [M, K] any float -> q [M, K] int8, scale [M, K/64] float32. scale = max|x| / 127 in float32, q = round-half-even(x / scale);
-    an all-zero group has scale 1 and codes 0.
+    x: [M, K] any float -> q [M, K] int8, scale [M, K/64] float32
+    scale = max|x| / 127 in float32, q = x / scale rounded half to even; an all-zero group has scale 1 and codes 0.
     """
     v = x.float().view(x.shape[0], -1, TILE)
     scale = v.abs().amax(2) / 127

@@ -54,7 +54,7 @@ def make_case(n: int, k: int, kind: str = "mixed48", seed: int = 0) -> Case:
 
 
 def make_rows(m: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Activations with what real ones have: outliers, exact zeros, a whole group of zeros, and (from two rows on) a zero row."""
+    """Activations with what real ones have: outliers, exact zeros, a group of zeros, and (from two rows on) a zero row."""
     g = torch.Generator().manual_seed(seed + 1)
     x = torch.randn(m, k, generator=g) * torch.exp(torch.randn(1, k, generator=g) * 0.5)
     x[:, torch.randint(k, (max(1, k // 50),), generator=g)] *= 20

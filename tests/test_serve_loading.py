@@ -20,7 +20,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.models.utils import WeightsMapper
 
 from cases import THRESHOLDS, TRANSFORMS, make_case, make_rows
-from tolerances import FLOAT32_RMS, relative_rms
+from tolerances import FLOAT32_RMS, OUTPUT_RMS, relative_rms
 from vllm_tilequant import schema as s
 from vllm_tilequant.config import Settings, TileQuantConfig
 from vllm_tilequant.kernels import layout, portable, reference
@@ -234,6 +234,26 @@ def gate_up(toy=None, **kwargs):
 
 
 SHARDS = {"a.gate_proj": 0, "a.up_proj": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_and_thresholds_stay_float32_in_a_half_precision_model(dtype):
+    """vLLM builds layers under the model's dtype as torch's default: nothing of ours may be rounded by it."""
+    shapes = {"a.gate_proj": (128, 128), "a.up_proj": (128, 128)}
+    toy = Toy(shapes)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        layer = build(MergedColumnParallelLinear, toy, 128, [128, 128], prefix="a.gate_up_proj", params_dtype=dtype)
+        feed(layer, toy, {"a.gate_proj": 0, "a.up_proj": 1})
+    finally:
+        torch.set_default_dtype(before)
+    wanted = layout.concat_outputs([toy.cases[n].weight for n in shapes])
+    assert torch.equal(layer.tile_scale, wanted.tile_scale) and torch.equal(layer.active_thresholds, PROFILES[0])
+    assert layer.weight_dense.dtype == dtype and layer.output_matrices.dtype == torch.float32
+    x = make_rows(2, 128, dtype)
+    want = reference.decode_bitplane_ref(x, wanted, TRANSFORMS[wanted.output_transform.long()], PROFILES[0])
+    assert relative_rms(layer.quant_method.apply(layer, x, None), want) <= OUTPUT_RMS[str(dtype).removeprefix("torch.")]
 
 
 def test_processing_twice_changes_nothing_and_leaves_nothing_behind():

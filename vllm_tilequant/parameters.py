@@ -81,10 +81,12 @@ class LayerLoading:
         for plane in (s.PLANE0, s.PLANE1):
             data = torch.empty(k, n // s.OUTPUTS_PER_WORD, dtype=torch.int32)
             register(plane, PackedvLLMParameter, data, **words)
+        # float32 whatever the model: vLLM sets the default dtype to the model's while it builds layers.
+        unset = torch.full((profiles, len(s.LEVELS) - 1), float("nan"), dtype=torch.float32)
         register(s.MAP, PackedvLLMParameter, torch.zeros(tiles, dtype=torch.uint8), **by_tile)
-        register(s.SCALE, PackedvLLMParameter, torch.full(tiles, float("nan")), **by_tile)
+        register(s.SCALE, PackedvLLMParameter, torch.full(tiles, float("nan"), dtype=torch.float32), **by_tile)
         register(s.OUTPUT_TRANSFORM, PackedColumnParameter, torch.zeros(tiles[0], 1, dtype=torch.uint8), **by_row)
-        register(s.THRESHOLDS, BasevLLMParameter, torch.full((profiles, len(s.LEVELS) - 1), float("nan")))
+        register(s.THRESHOLDS, BasevLLMParameter, unset)
         # A place for the loader to find; what arrives is kept beside it, whatever its length.
         register(s.EXTENSION, BasevLLMParameter, torch.empty(0, s.WORDS_PER_TILE_PLANE, dtype=torch.int32))
         # Not registered: the checkpoint has no tensor of this name, and vLLM can be told to demand one for every parameter.
