@@ -93,3 +93,9 @@ def test_greedy_in_rows_mode_grades_single_tokens_only(monkeypatch, tmp_path):
     modules = model.tilequant.schema.modules.values()
     assert counts.weights == (17 + 3) * sum(m.out_features * m.in_features for m in modules)
     assert sum(counts.channels) == 3 * sum(m.out_features * m.in_features for m in modules)
+
+
+def test_the_readme_shows_the_committed_figures(monkeypatch):
+    readme = script("readme", monkeypatch)
+    text = (readme.ROOT / "README.md").read_text()
+    assert readme.updated(text) == text, "run python benchmarks/readme.py"

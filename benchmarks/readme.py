@@ -1,0 +1,82 @@
+"""Write the tables of README.md from the committed results; `--check` only says whether they are up to date.
+
+python benchmarks/readme.py [--check]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import report
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+QUALITY = {
+    "recipe": "",
+    "stored bits": ".2f",
+    "read": "",
+    "loaded bits": ".2f",
+    "KL": ".1f",
+    "KL p99": ".0f",
+    "same top-1": ".1%",
+    "perplexity": ".2f",
+}
+
+
+def quality() -> str:
+    """The quality table: what is served (INT8 activations per 64 inputs), static and at every profile."""
+    data = json.loads((RESULTS / "quality.h200.json").read_text())
+    rows = [
+        {
+            "recipe": r["recipe"],
+            "stored bits": r["stored_bits"],
+            "read": "all stored bits" if r["phase"] == "static" else f"graded, profile {r['profile']}",
+            "loaded bits": r["loaded_bits"],
+            "KL": r["kl_milli"],
+            "KL p99": r["kl_p99"],
+            "same top-1": r["top1"],
+            "perplexity": r["ppl"],
+        }
+        for r in data["rows"]
+        if r["activation"] == "group64" and r["profile"] != "full"
+    ]
+    first = data["rows"][0]
+    return (
+        f"{first['model']}, calibrated on 32 windows of 512 tokens of WikiText-2 valid, judged on {first['tokens']} tokens of "
+        f"its test part in windows of {first['window']}: KL divergence to the source model in milli-nats (its perplexity: "
+        f"{first['ppl_reference']:.2f}), INT8 activations per 64 inputs as served, grading at every position. "
+        f"{data['device']}, {data['measured_at'][:10]}, `python benchmarks/bench_recipes.py` "
+        f"([JSON](benchmarks/results/quality.h200.json)).\n\n{report.table(rows, QUALITY)}\n\n"
+        "The sample model's weights come from a 4-bit file and a model of this size is fragile: trust the order of the rows "
+        "more than their size. A comparison with peers on the same text is not measured yet."
+    )
+
+
+TABLES = {"quality": quality}
+
+
+def updated(text: str) -> str:
+    """README with every marked table written anew."""
+    for name, make in TABLES.items():
+        pattern = re.compile(rf"(<!-- {name} table: begin[^\n]*-->\n).*?(\n<!-- {name} table: end -->)", re.S)
+        text, count = pattern.subn(lambda m, make=make: m[1] + make() + m[2], text)
+        if count != 1:
+            raise SystemExit(f"README.md has {count} places for the {name} table, wanted 1")
+    return text
+
+
+def main() -> int:
+    path = ROOT / "README.md"
+    text = path.read_text()
+    new = updated(text)
+    if "--check" in sys.argv:
+        return 0 if new == text else 1
+    path.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
