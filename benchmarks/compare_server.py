@@ -2,7 +2,7 @@
 
     vllm serve FOLDER --quantization tilequant --dtype float32 --max-model-len 512 \\
         --additional-config '{"tilequant": {"profile": "3.0", "activation": "group64"}}'
-    python benchmarks/compare_server.py --checkpoint FOLDER --server http://127.0.0.1:8000/v1 --profile 3.0
+    python benchmarks/compare_server.py --checkpoint FOLDER --server http://127.0.0.1:8000/v1 --profile 3.0 --set steady
 
 Both sides are in float32 and take one prompt at a time, so that every product sees the same number of rows: the prompt's,
 then one per token. The reference is not the server's code path (see `vllm_tilequant/hf.py`). Exit code 0 only if all texts
@@ -11,7 +11,7 @@ are equal, 1 if one differs, 2 if the comparison could not be made.
 INT8 rounding and thresholds are steps: a value beside one falls either way by the last bit of a float32, and what follows
 carries the difference on. So a prompt that differs is followed by a control: the reference against itself, with its embeddings
 off by 2^-23. Where the control parts from the reference too, the difference is no evidence against the server; where it never
-does, it is.
+does, it is. With grading or INT8 activations use `--set steady`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,21 @@ PROMPTS = (
     "Dear Sir or Madam, I am writing to ask whether the library will be open on the first Sunday of",
     "Three friends share a bag of twelve apples equally. Each friend eats one apple, so each one has",
 )
+#: Texts whose continuation the sample model is sure of: its graded reference gives the same tokens under last-bit noise (best
+#: token ahead by 0.3 logits or more in every one of 32 steps), so that a difference means something.
+STEADY = (
+    "Count from one upwards, one number after the other: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,",
+    "The even numbers in order are 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24,",
+    "<ul>\n<li>item 1</li>\n<li>item 2</li>\n<li>item 3</li>\n<li>item 4</li>\n<li>item",
+    "x = 1\nx = 2\nx = 3\nx = 4\nx = 5\nx = 6\nx =",
+    "The wheel turns. The river flows. The wheel turns. The river flows. The wheel turns. The river flows. The wheel",
+    "0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1",
+    "Row 1: yes\nRow 2: yes\nRow 3: yes\nRow 4: yes\nRow 5: yes\nRow 6:",
+    "| a | b |\n|---|---|\n| 1 | 2 |\n| 1 | 2 |\n| 1 | 2 |\n| 1 | 2 |\n| 1 |",
+    "Left, right, left, right, left, right, left, right, left, right, left, right, left,",
+    "2001, 2002, 2003, 2004, 2005, 2006, 2007, 2008, 2009, 2010, 2011,",
+)
+PROMPT_SETS = {"open": PROMPTS, "steady": STEADY}
 
 
 @dataclass(frozen=True)
@@ -120,6 +135,7 @@ def main() -> int:
     parser.add_argument("--server", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--profile", help="what the server runs with; the checkpoint's default if left out")
     parser.add_argument("--activation", choices=ACTIVATIONS, default="group64", help="what the server runs with")
+    parser.add_argument("--set", choices=PROMPT_SETS, default="open", help="prompts with many or with one plain continuation")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--controls", type=int, default=3, help="noisy runs of the reference for a prompt that differs")
@@ -143,7 +159,7 @@ def compare(args: argparse.Namespace) -> int:
             args.checkpoint, profile=args.profile, activation=args.activation, device=args.device, graded="rows"
         )
     equal = 0
-    prompts = PROMPTS[: args.prompts]
+    prompts = PROMPT_SETS[args.set][: args.prompts]
     for number, text in enumerate(prompts, 1):
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(prompt) <= GRADED_ROWS:

@@ -1,6 +1,6 @@
 """The perplexity that lm-eval would print for a server, computed from the same checkpoint in transformers.
 
-    python benchmarks/lm_eval_perplexity.py --checkpoint FOLDER --documents docs.jsonl --max-length 1024 --profile off
+    python benchmarks/lm_eval_perplexity.py --checkpoint FOLDER --documents configs/calibration/heldout.txt --profile off
 
 Follows lm-eval 0.4.13's `loglikelihood_rolling` through its `local-completions` model: plain tokens of each document behind one
 prefix token (BOS, else EOS), cut into pieces of `max_length` - 2 that are scored once each, a later piece with as much of
@@ -36,6 +36,12 @@ def pieces(tokens: list[int], prefix: int, length: int) -> Iterator[tuple[list[i
         yield ids, end - start
 
 
+def documents(path: Path, field: str) -> list[str]:
+    """The texts that the task's `doc_to_target` gives."""
+    text = path.read_text(encoding="utf-8")
+    return [text] if path.suffix == ".txt" else [json.loads(line)[field] for line in text.splitlines()]
+
+
 @torch.inference_mode()
 def log_likelihood(model: PreTrainedModel, ids: list[int], scored: int) -> float:
     """Sum of the log-probabilities of the last `scored` of `ids`, in nats."""
@@ -47,7 +53,7 @@ def log_likelihood(model: PreTrainedModel, ids: list[int], scored: int) -> float
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True, type=Path)
-    parser.add_argument("--documents", required=True, type=Path, help="JSON lines, as the task's data file")
+    parser.add_argument("--documents", required=True, type=Path, help="the task's data: JSON lines, or a .txt document")
     parser.add_argument("--field", default="text", help="the task's doc_to_target")
     parser.add_argument("--max-length", type=int, default=1024, help="as in --model_args of lm-eval")
     parser.add_argument("--profile", help="what the server runs with; the checkpoint's default if left out")
@@ -64,8 +70,7 @@ def main() -> int:
     else:  # `rows`: a piece of few tokens is computed graded by the server too
         model = hf.load_reference(args.checkpoint, profile=args.profile, activation=args.activation, device=args.device)
     likelihood, size, words = 0.0, 0, 0
-    for line in args.documents.read_text(encoding="utf-8").splitlines():
-        text = json.loads(line)[args.field]
+    for text in documents(args.documents, args.field):
         tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         likelihood += sum(log_likelihood(model, *piece) for piece in pieces(tokens, prefix, args.max_length - RESERVED))
         size += len(text.encode())
