@@ -99,7 +99,8 @@ def _marlin(bits: int):
         return [
             lambda w=w: ops.marlin_gemm(
                 x, None, w, None, scales, None, None, None, none, none, workspace, kind,
-                size_m=x.shape[0], size_n=n, size_k=k, is_k_full=True, use_atomic_add=False, use_fp32_reduce=True, is_zp_float=False,
+                size_m=x.shape[0], size_n=n, size_k=k, is_k_full=True, use_atomic_add=False, use_fp32_reduce=True,
+                is_zp_float=False,
             )
             for w in weights
         ]  # fmt: skip

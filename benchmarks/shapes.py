@@ -1,4 +1,4 @@
-"""What the kernel benchmarks measure: shapes, maps and level mixes, drawn with fixed seeds. Generated on the device, exact by layout."""
+"""What the kernel benchmarks measure: shapes, maps and level mixes, drawn with fixed seeds on the device."""
 
 from __future__ import annotations
 

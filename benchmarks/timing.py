@@ -55,7 +55,7 @@ def time_graph(calls: Sequence[Callable[[], object]], *, replays: int = 30, warm
 
 
 def copy_gbps(device: str = "cuda", size: int = 2**32) -> float:
-    """Bytes read plus bytes written by an element-wise device-to-device copy, in GB/s: the ceiling the rows are compared with."""
+    """Bytes read plus bytes written by an element-wise device-to-device copy, in GB/s: the ceiling of the rows."""
     a = torch.randint(2**31, (size // 4,), dtype=torch.int32, device=device)
     b = torch.empty_like(a)
     timing = time_graph([lambda: torch.bitwise_not(a, out=b)], replays=10, at_least=1)

@@ -1,9 +1,9 @@
 """Search launch configurations of the graded GEMV and write `configs/tuning/<gpu>.json`.
 
-    python benchmarks/tune_decode_bitplane.py [--shapes 4096x4096,...] [--write] [--all]
+    python benchmarks/tune_decode_bitplane.py [--shapes 4096x4096,...] [--write]
 
-A configuration must serve every number of rows (bit-equality asks for one order of additions per weight), so its figure is a weighted
-mean of its times relative to the best, over several levels at one row and over eight rows.
+A configuration must serve every number of rows (bit-equality asks for one order of additions per weight), so its figure is a
+weighted mean of its times relative to the best, over several levels at one row and over more rows.
 """
 
 from __future__ import annotations
@@ -59,19 +59,20 @@ def many(n: int, k: int, config: tuning.DecodeConfig, shared_limit: int) -> list
     for many_n, many_tiles in itertools.product((1, 2, 3, 4, 6, 7, 8), (4, 8)):
         if many_n * config.warps_k <= 16:
             c = dataclasses.replace(config, many_n=many_n, many_tiles=many_tiles)
-            if all(kernel.cuda_geometry(m, n // 64, k // 64, c).shared_bytes <= shared_limit for m in (4, 8)):
+            if all(kernel.cuda_geometry(m, n // 64, k // 64, c).shared_bytes <= shared_limit for m in (1, 2, 4, 8)):
                 out.append(c)
     return out
 
 
 def measure(n: int, k: int, config: tuning.DecodeConfig, weights, cases) -> dict[tuple[int, str], float]:
-    out = {}
-    for m, level in cases:
-        x, thr = shapes.draw_rows(m, k, "cuda"), shapes.thresholds_for(level).cuda()
-        y = torch.empty(m, n, dtype=x.dtype, device="cuda")
-        calls = [lambda w=w: kernel.decode_linear(x, w, None, thr, config=config, out=y, path="cuda") for w in weights]
-        out[m, level] = timing.time_graph(calls, replays=10).us
-    return out
+    return {(m, level): measure_one(n, k, m, level, config, weights) for m, level in cases}
+
+
+def measure_one(n: int, k: int, m: int, level: str, config: tuning.DecodeConfig, weights) -> float:
+    x, thr = shapes.draw_rows(m, k, "cuda"), shapes.thresholds_for(level).cuda()
+    y = torch.empty(m, n, dtype=x.dtype, device="cuda")
+    calls = [lambda w=w: kernel.decode_linear(x, w, None, thr, config=config, out=y, path="cuda") for w in weights]
+    return timing.time_graph(calls, replays=10).us
 
 
 def rotation(n: int, k: int, bits: float):
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--first", default="3.0", help="the level at one row by which the field is narrowed")
     parser.add_argument("--keep", type=int, default=6, help="configurations that are measured at every case")
     parser.add_argument("--write", action="store_true", help="write configs/tuning/<gpu>.json")
+    parser.add_argument("--show", type=int, default=3, help="configurations of each shape to print")
     args = parser.parse_args()
     wanted = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")] if args.shapes else [*shapes.LARGE, *shapes.SMALL]
     properties = torch.cuda.get_device_properties(0)
@@ -102,7 +104,7 @@ def main() -> None:
         weights = rotation(n, k, 2.2)
         limit = properties.shared_memory_per_block_optin
         found = []
-        for config in candidates(n, k, limit, stages=(3, 4, 6)):
+        for config in candidates(n, k, limit, stages=(3, 4)):
             found.append((measure(n, k, config, weights, [(1, args.first)])[1, args.first], config))
         found.sort(key=lambda f: f[0])
         rows = []
@@ -114,18 +116,16 @@ def main() -> None:
                 rows.append((config, measure(n, k, config, weights, CASES)))
         floor = {case: min(times[case] for _, times in rows) for case in CASES}
         merit = [sum(weight * times[c] / floor[c] for c, weight in CASES.items()) for _, times in rows]
-        for (config, times), figure in sorted(zip(rows, merit, strict=True), key=lambda r: r[1]):
+        for (config, times), figure in sorted(zip(rows, merit, strict=True), key=lambda r: r[1])[: args.show]:
             cells = " ".join(f"{m}@{level}={us:.2f}" for (m, level), us in times.items())
-            print(
-                f"{n}x{k} s{config.splits} w{config.warps} t{config.tiles} r{config.stages}: {cells} merit {figure:.3f}",
-                flush=True,
-            )
+            print(f"{n}x{k} {config}: {cells} merit {figure:.3f}", flush=True)
         best[n, k] = rows[merit.index(min(merit))][0]
         del weights
         torch.cuda.empty_cache()
     if args.write:
         gpu = tuning.gpu_key(properties.name)
         path = Path(__file__).resolve().parent.parent / "configs" / "tuning" / f"{gpu}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(tuning.dump(gpu, best, {"torch": torch.__version__}))
         print(f"wrote {path}")
 

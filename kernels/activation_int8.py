@@ -1,7 +1,7 @@
 """What a graded product needs to know of its rows, made once and shared by every layer with the same input (Triton).
 
-The CUDA path prepares its rows inside its one launch; the portable Triton path reads what is made here. `LEVELS` order: plane p of a
-channel is wanted where its level is above 2p bits.
+The CUDA path prepares its rows inside its one launch; the portable Triton path reads what is made here. Plane p of a channel
+is wanted where its level is above 2p bits.
 """
 
 from __future__ import annotations

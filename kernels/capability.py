@@ -10,7 +10,7 @@ import torch
 #: Rows of one graded product.
 MAX_ROWS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Compute capabilities from which a path runs: dp4a with Triton; clusters, distributed shared memory and asynchronous copies in CUDA C++.
+#: Compute capabilities from which a path runs: dp4a with Triton; clusters and distributed shared memory in CUDA C++.
 TRITON_CAPABILITY = (8, 0)
 CUDA_CAPABILITY = (9, 0)
 PATHS = ("cuda", "triton")

@@ -1,7 +1,7 @@
 """Compile a CUDA source with NVRTC and launch its kernels through the driver, with what a torch installation already carries.
 
-No toolkit, no host compiler and no torch extension is needed: NVRTC is a dependency of torch's CUDA wheels and libcuda comes with the
-driver. Kernels run on torch's current stream with attributes for clusters and programmatic dependent launch.
+No toolkit, no host compiler and no torch extension is needed: NVRTC is a dependency of torch's CUDA wheels and libcuda comes
+with the driver. Kernels run on torch's current stream with attributes for clusters and programmatic dependent launch.
 """
 
 from __future__ import annotations
@@ -48,19 +48,29 @@ def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def compile_cubin(source: Path, *, architecture: str, defines: Sequence[str]) -> bytes:
-    """Machine code of `source` for `architecture` (such as "sm_90a"). Raises `CompileError` with the compiler's log."""
+def compile_cubin(source: Path, *, headers: Sequence[Path] = (), architecture: str, defines: Sequence[str]) -> bytes:
+    """Machine code of `source` for `architecture` (such as "sm_90a"). Raises `CompileError` with the compiler's log.
+
+    headers: files that `source` includes by their names.
+    """
     lib = nvrtc()
     if lib is None:
         raise CompileError(
             f"no NVRTC library for CUDA {torch.version.cuda}; install the nvidia-cuda-nvrtc package of that CUDA"
         )
     program = ctypes.c_void_p()
-    code = lib.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None)
+    texts = (ctypes.c_char_p * len(headers))(*(h.read_bytes() for h in headers))
+    names = (ctypes.c_char_p * len(headers))(*(h.name.encode() for h in headers))
+    code = lib.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), len(headers), texts, names)
     if code:
         raise CompileError(f"nvrtcCreateProgram failed with {code}")
     try:
-        options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{d}" for d in defines)]
+        options = [
+            f"--gpu-architecture={architecture}",
+            "--std=c++17",
+            "--device-as-default-execution-space",
+            *(f"-D{d}" for d in defines),
+        ]
         array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
         if lib.nvrtcCompileProgram(program, len(options), array):
             size = ctypes.c_size_t()

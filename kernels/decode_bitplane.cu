@@ -9,203 +9,7 @@
 //
 // Set by the compiler's command line: XTYPE (0 bf16, 1 fp16, 2 float32), STAGES (ring depth), SUMS (1: also write the integer sums).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-#ifndef STAGES
-#define STAGES 8
-#endif
-#ifndef STAMP
-#define STAMP 0
-#endif
-#ifndef SUMS
-#define SUMS 0
-#endif
-
-#define FULL 0xffffffffu
-
-struct True { static constexpr bool value = true; };
-struct False { static constexpr bool value = false; };
-
-struct Args {
-    const void* x;           // [rows, k_tiles * 64], rows x_stride elements apart
-    const float* thresholds; // [4] ascending
-    const u8* codes;         // units of 16 bytes (4 words): the dense planes, then the extension
-    const uint2* meta;       // [blocks, k_tiles]: first unit of the extension, masks (plane 2: bits 0-7, plane 3: 8-15, class: 16-31)
-    const float* factor;     // [blocks, k_tiles, 8]: tile scale * 2^(bits - 9)
-    const u8* transform;     // [n_tiles] row of `table`, 255 for the identity
-    const u8* table;         // [., 64]: bits 0-5 permutation, 6 left sign, 7 right sign
-    const void* bias;        // [n_tiles * 64] or null
-    void* y;                 // [rows, n_tiles * 64], rows y_stride elements apart
-    int* sums;               // [rows, k_tiles, n_tiles * 64], only with SUMS
-    long long x_stride, y_stride;
-    int rows, n_tiles, k_tiles, tiles_per_warp, splits, warps_k, bias_type;
-};
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory"); }
-
-__device__ __forceinline__ void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ float from_half(u16 h, int type) {
-    float f;
-    if (type == 0) return __uint_as_float((u32)h << 16);
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-    return f;
-}
-
-__device__ __forceinline__ u16 to_half(float f, int type) {
-    u16 h;
-    if (type == 0)
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    else
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    return h;
-}
-
-__device__ __forceinline__ float2 load_pair(const void* x, long long at) {  // elements at, at + 1; at is even
-#if XTYPE == 2
-    return *(const float2*)((const float*)x + at);
-#else
-    u32 v = *(const u32*)((const u16*)x + at);
-    return make_float2(from_half((u16)v, XTYPE), from_half((u16)(v >> 16), XTYPE));
-#endif
-}
-
-__device__ __forceinline__ float load_bias(const void* bias, int at, int type) {
-    return type == 2 ? ((const float*)bias)[at] : from_half(((const u16*)bias)[at], type);
-}
-
-constexpr int STEP = 16;  // channels of a step
-
-// One step of a warp: up to 16 channels of one plane of one tile.
-struct __align__(16) Step {
-    u32 unit;     // of channel 0 and the warp's first tile that has the plane
-    u32 channels; // shared address of the step's channel numbers
-    u32 wanted;   // bits 0-7: the warp's tiles that have the plane; bits 8-23: the slots that are not padding
-    u32 stride;   // units from channel to channel
-};
-
-// What a CTA keeps of an input tile. Slots are channels sorted by level, highest first, ascending inside a level.
-template <int ROWS>
-struct __align__(16) Input {
-    static constexpr int PAIRS = (ROWS + 1) / 2, HALVES = ROWS == 1 ? 1 : 2;
-    u8 channel[64];                  // slot -> channel
-    u8 slot[64];                     // channel -> slot
-    u8 entry[4][64][HALVES][PAIRS];  // per plane: the INT8 activation of row 2 * pair + half where its level wants the plane, else 0
-    float scale[ROWS];               // activation scale of a row
-    float centre[ROWS][4];           // sum of q * (doubled midpoint minus zero point) in steps of 8-bit codes, per tile class (2, 4, 6, 8 bits)
-    u32 counts;                      // byte p: channels that need plane p, over all rows
-};
-
-// What a warp keeps of its part of the weight at an input tile.
-struct __align__(16) Part {
-    float factor[8];
-    u32 masks;   // of `meta`
-    u32 counts;  // of the input, without planes that none of the warp's tiles has
-    u32 unused[2];
-};
-
-template <int BYTES>
-__device__ __forceinline__ void store_entry(void* to, u32 v) {
-    if constexpr (BYTES == 1) *(u8*)to = (u8)v;
-    if constexpr (BYTES == 2) *(u16*)to = (u16)v;
-    if constexpr (BYTES == 4) *(u32*)to = v;
-}
-
-__device__ __forceinline__ int level_of(float magnitude, const float (&t)[4]) {
-    return (magnitude > t[0]) + (magnitude > t[1]) + (magnitude > t[2]) + (magnitude > t[3]);
-}
-
-// First half of the preparation: which channels are wanted. Loads of weights can start when it is done.
-template <int ROWS>
-__device__ __forceinline__ void sort_channels(const Args& args, Input<ROWS>& tile, const float (&t)[4], int kt, int lane) {
-    float2 v[ROWS];
-#pragma unroll
-    for (int m = 0; m < ROWS; ++m) {
-        v[m] = make_float2(0.f, 0.f);
-        if (m < args.rows) v[m] = load_pair(args.x, m * args.x_stride + kt * 64 + 2 * lane);
-    }
-    int top0 = 0, top1 = 0;
-#pragma unroll
-    for (int m = 0; m < ROWS; ++m)
-        if (m < args.rows) {
-            top0 = max(top0, level_of(fabsf(v[m].x), t));
-            top1 = max(top1, level_of(fabsf(v[m].y), t));
-        }
-    const u32 before = (1u << lane) - 1;
-    u32 above0 = 0, above1 = 0, counts = 0;
-    int slot0 = 0, slot1 = 0;
-#pragma unroll
-    for (int l = 4; l >= 0; --l) {
-        const u32 here0 = __ballot_sync(FULL, top0 == l), here1 = __ballot_sync(FULL, top1 == l);
-        const int rank = __popc(above0) + __popc(above1) + __popc(here0 & before) + __popc(here1 & before);
-        if (top0 == l) slot0 = rank;
-        if (top1 == l) slot1 = rank + (top0 == l);
-        above0 |= here0;
-        above1 |= here1;
-        if (l > 0) counts |= (u32)(__popc(above0) + __popc(above1)) << (8 * (l - 1));
-    }
-    tile.channel[slot0] = (u8)(2 * lane);
-    tile.channel[slot1] = (u8)(2 * lane + 1);
-    *(u16*)&tile.slot[2 * lane] = (u16)(slot0 | slot1 << 8);
-    if (lane == 0) tile.counts = counts;
-}
-
-// Second half: INT8 activations in the order of the slots, their scales and the constant part of every sum.
-template <int ROWS>
-__device__ __forceinline__ void quantise(const Args& args, Input<ROWS>& tile, const float (&t)[4], int kt, int lane) {
-    constexpr int PAIRS = Input<ROWS>::PAIRS, HALVES = Input<ROWS>::HALVES;
-    u32 q_word[2][HALVES] = {}, l_word[2][HALVES] = {};  // [channel of this lane][row & 1], byte row >> 1
-#pragma unroll
-    for (int m = 0; m < ROWS; ++m) {
-        float2 v = make_float2(0.f, 0.f);
-        if (m < args.rows) v = load_pair(args.x, m * args.x_stride + kt * 64 + 2 * lane);
-        const float a = fabsf(v.x), b = fabsf(v.y);
-        // of non-negative floats the bits order like integers, and a NaN is the greatest: it reaches the scale and the output
-        const u32 largest = __reduce_max_sync(FULL, max(__float_as_uint(a), __float_as_uint(b)));
-        float scale = __fdiv_rn(__uint_as_float(largest), 127.f);
-        if (scale == 0.f) scale = 1.f;
-        const int q0 = max(-127, min(127, __float2int_rn(__fdiv_rn(v.x, scale))));
-        const int q1 = max(-127, min(127, __float2int_rn(__fdiv_rn(v.y, scale))));
-        const int l0 = level_of(a, t), l1 = level_of(b, t);
-        q_word[0][m & 1] |= (u32)(q0 & 255) << (8 * (m >> 1));
-        q_word[1][m & 1] |= (u32)(q1 & 255) << (8 * (m >> 1));
-        l_word[0][m & 1] |= (u32)l0 << (8 * (m >> 1));
-        l_word[1][m & 1] |= (u32)l1 << (8 * (m >> 1));
-        int at_level[4];
-#pragma unroll
-        for (int l = 1; l <= 4; ++l) at_level[l - 1] = __reduce_add_sync(FULL, (l0 == l ? q0 : 0) + (l1 == l ? q1 : 0));
-        if (lane < 4) {
-            const int bits = 2 * lane + 2;
-            int sum = 0;
-#pragma unroll
-            for (int l = 1; l <= 4; ++l) sum += at_level[l - 1] * ((256 >> min(2 * l, bits)) - (256 >> bits) - 256);
-            tile.centre[m][lane] = (float)sum;
-            tile.scale[m] = scale;
-        }
-    }
-    const u32 slots = *(const u16*)&tile.slot[2 * lane];
-#pragma unroll
-    for (int p = 0; p < 4; ++p)
-#pragma unroll
-        for (int half = 0; half < HALVES; ++half)
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {  // a byte of 127 - p + level has its top bit where level > p
-                const u32 wants = (l_word[k][half] + (127 - p) * 0x01010101u) >> 7 & 0x01010101u;
-                store_entry<PAIRS>(&tile.entry[p][slots >> (8 * k) & 255][half][0], q_word[k][half] & wants * 255);
-            }
-}
+#include "decode_rows.cu"
 
 // Appends the steps of planes 0 and 1 (or 2 and 3) of an input tile to the warp's list.
 template <int TILES, bool DENSE, int ROWS>
@@ -253,7 +57,10 @@ template <int TILES, int ROWS>
 __device__ __forceinline__ void decode(const Args& args) {
     constexpr int PAIRS = Input<ROWS>::PAIRS, HALVES = Input<ROWS>::HALVES;
     constexpr int WORDS = TILES / 2;  // words of a channel that one lane works on
-    constexpr int STAGE = TILES * STEP * 16, QUADS = PAIRS * WORDS * 2, SUM_BYTES = QUADS * 512;
+    // One row needs half of B's columns, so its other half takes the next word: k-slots 0-15 and 16-31 are then two words of the same
+    // channels instead of eight channels of one word, and there are half as many accumulators.
+    constexpr int SUMS_PER_LANE = ROWS == 1 ? WORDS / 2 : WORDS;
+    constexpr int STAGE = TILES * STEP * 16, QUADS = PAIRS * SUMS_PER_LANE * 2, SUM_BYTES = QUADS * 512;
     extern __shared__ __align__(16) u8 shared[];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
@@ -264,21 +71,23 @@ __device__ __forceinline__ void decode(const Args& args) {
     const bool active = first_tile < args.n_tiles;
     const int k_end = active ? args.k_tiles : 0;
 
-    float4* warp_sums = (float4*)(shared + warp * SUM_BYTES);  // [QUADS][32]: the accumulators of the tensor core as they lie
-    u8* ring_bytes = shared + warps * SUM_BYTES + warp * (STAGES * STAGE);
-    Input<ROWS>* all_inputs = (Input<ROWS>*)(shared + warps * (SUM_BYTES + STAGES * STAGE));
+    // [QUADS][32] accumulators of the tensor core as they lie; a warp with one tile needs them when its ring is no longer needed
+    const int ring_bytes = tpw > 1 ? SUM_BYTES + STAGES * STAGE : max(SUM_BYTES, STAGES * STAGE);
+    float4* warp_sums = (float4*)(shared + warp * ring_bytes);
+    u8* own_ring = shared + warp * ring_bytes + (tpw > 1 ? SUM_BYTES : 0);
+    Input<ROWS>* all_inputs = (Input<ROWS>*)(shared + warps * ring_bytes);
     Part* parts = (Part*)(all_inputs + warps_k * tpw) + warp * tpw;
     Step* steps = (Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warp * (tpw * 16 + STAGES - 1);
     // [splits][ceil(tasks / splits)][64]: what the cluster's CTAs send for the output tiles (of one row each) that this one finishes
     float* received = (float*)((Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warps * (tpw * 16 + STAGES - 1));
     const int tasks = args.rows * warps_n * TILES, tasks_here = (tasks + splits - 1) / splits;
     const Input<ROWS>* inputs = all_inputs + warp_k * tpw;
-    const u32 ring = shared_address(ring_bytes);
+    const u32 ring = shared_address(own_ring);
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // nobody may send to a CTA that has not started
     MARK(0);
 
 #pragma unroll
-    for (int i = 0; i < STAGES * STAGE / 512; ++i) ((uint4*)ring_bytes)[i * 32 + lane] = make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < STAGES * STAGE / 512; ++i) ((uint4*)own_ring)[i * 32 + lane] = make_uint4(0, 0, 0, 0);
     // what belongs to the weight may be read before the activations are there
     uint2 my_meta = make_uint2(0, 0);
     if (lane < tpw && k_first + lane * stride < k_end) my_meta = args.meta[block * args.k_tiles + k_first + lane * stride];
@@ -361,7 +170,7 @@ __device__ __forceinline__ void decode(const Args& args) {
 #pragma unroll 1
     for (int task = warp; task < warps_k * tpw; task += warps) {
         const int kt = split * warps_k + task / tpw + task % tpw * stride;
-        if (kt < args.k_tiles) quantise<ROWS>(args, all_inputs[task], t4, kt, lane);
+        if (kt < args.k_tiles) quantise<ROWS>(all_inputs[task], t4, lane);
     }
     for (int j = 0, kt = k_first; kt < k_end; ++j, kt += stride) {
         const int at = block * args.k_tiles + kt;
@@ -388,20 +197,21 @@ __device__ __forceinline__ void decode(const Args& args) {
     const u32 read_from = ring + c * (TILES * 16) + (TILES == 8 ? (g ^ twist) * 16 : ((g >> 1) ^ twist) * 16 + (g & 1) * 8);
     // B: column n = 4 * half + t; the activation goes to byte t of the word, the other bytes are zero
     const int half = ROWS == 1 ? 0 : g >> 2, t = g & 3;
-    u32 select[PAIRS];
+    constexpr int SELECTS = ROWS == 1 ? 2 : PAIRS;
+    u32 select[SELECTS];
 #pragma unroll
-    for (int q = 0; q < PAIRS; ++q) select[q] = ROWS == 1 && g >= 4 ? 0x4444u : 0x4444u ^ (u32)(4 ^ q) << (4 * t);
+    for (int q = 0; q < SELECTS; ++q) select[q] = ROWS == 1 ? (g >> 2 == q ? 0x4444u ^ 4u << (4 * t) : 0x4444u) : 0x4444u ^ (u32)(4 ^ q) << (4 * t);
     const int tile_of_lane = TILES == 8 ? g : sub + (g >> 1);
 
     u32 read_at = 0, write_at = (STAGES - 1) * STAGE;
 #pragma unroll 1
     for (int j = 0, kt = k_first; kt < k_end; ++j, kt += stride) {
         const u32 counts = parts[j].counts, masks = parts[j].masks;
-        int sum[PAIRS][WORDS][2][4];
+        int sum[PAIRS][SUMS_PER_LANE][2][4];
 #pragma unroll
         for (int q = 0; q < PAIRS; ++q)
 #pragma unroll
-            for (int i = 0; i < WORDS; ++i)
+            for (int i = 0; i < SUMS_PER_LANE; ++i)
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -416,7 +226,7 @@ __device__ __forceinline__ void decode(const Args& args) {
 #pragma unroll
                 for (int q = 0; q < PAIRS; ++q)
 #pragma unroll
-                    for (int i = 0; i < WORDS; ++i)
+                    for (int i = 0; i < SUMS_PER_LANE; ++i)
 #pragma unroll
                         for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -443,19 +253,26 @@ __device__ __forceinline__ void decode(const Args& args) {
                     if constexpr (PAIRS == 4) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x[s]) : "r"(entry));
                 }
                 if (k == 0) produce(write_at);
-                u32 b[PAIRS][2];
+                u32 b[SELECTS][2];
 #pragma unroll
-                for (int q = 0; q < PAIRS; ++q)
+                for (int q = 0; q < SELECTS; ++q)
 #pragma unroll
                     for (int s = 0; s < 2; ++s) b[q][s] = __byte_perm(x[s], 0, select[q]);
 #pragma unroll
-                for (int i = 0; i < WORDS; ++i)
+                for (int i = 0; i < SUMS_PER_LANE; ++i)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const u32 a0 = w[0][i] & low[2 * h], a1 = w[0][i] & low[2 * h + 1];
-                        const u32 a2 = w[1][i] & low[2 * h], a3 = w[1][i] & low[2 * h + 1];
+                        if constexpr (ROWS == 1) {
 #pragma unroll
-                        for (int q = 0; q < PAIRS; ++q) mma(sum[q][i][h], a0, a1, a2, a3, b[q][0], b[q][1]);
+                            for (int s = 0; s < 2; ++s)
+                                mma(sum[0][i][h], w[s][2 * i] & low[2 * h], w[s][2 * i] & low[2 * h + 1], w[s][2 * i + 1] & low[2 * h],
+                                    w[s][2 * i + 1] & low[2 * h + 1], b[0][s], b[1][s]);
+                        } else {
+                            const u32 a0 = w[0][i] & low[2 * h], a1 = w[0][i] & low[2 * h + 1];
+                            const u32 a2 = w[1][i] & low[2 * h], a3 = w[1][i] & low[2 * h + 1];
+#pragma unroll
+                            for (int q = 0; q < PAIRS; ++q) mma(sum[q][i][h], a0, a1, a2, a3, b[q][0], b[q][1]);
+                        }
                     }
             };
 #pragma unroll 1
@@ -473,7 +290,7 @@ __device__ __forceinline__ void decode(const Args& args) {
         for (int plane = 0; plane < 2; ++plane) read_plane(True{}, plane);
 #pragma unroll 1
         for (int plane = 2; plane < 4; ++plane) read_plane(False{}, plane);
-        if (counts == 0) {  // no step of this tile has waited for its factors
+        if (counts == 0 || tpw == 1) {  // no step has waited for the tile's factors; or the sums take the ring's place
             asm volatile("cp.async.wait_all;" ::: "memory");
             __syncwarp();
         }
@@ -484,10 +301,10 @@ __device__ __forceinline__ void decode(const Args& args) {
             const int m = ROWS == 1 ? 0 : 2 * q + (c >> 1);
             const float scale = tile_factor * inputs[j].scale[m], centre = inputs[j].centre[m][bits_class];
 #pragma unroll
-            for (int i = 0; i < WORDS; ++i)
+            for (int i = 0; i < SUMS_PER_LANE; ++i)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    float4& held = warp_sums[((q * WORDS + i) * 2 + h) * 32 + lane];
+                    float4& held = warp_sums[((q * SUMS_PER_LANE + i) * 2 + h) * 32 + lane];
                     float4 v = j ? held : make_float4(0.f, 0.f, 0.f, 0.f);
                     float whole[4];
 #pragma unroll
@@ -503,8 +320,9 @@ __device__ __forceinline__ void decode(const Args& args) {
 #if SUMS
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
-                        const int out = first_tile * 64 + g * 16 * WORDS + i * 16 + 4 * (2 * (c & 1) + (r & 1)) + 2 * h + (r >> 1);
-                        if (m < args.rows && out < args.n_tiles * 64 && (ROWS > 1 || c < 2))
+                        const int word = ROWS == 1 ? 2 * i + (c >> 1) : i;
+                        const int out = first_tile * 64 + g * 16 * WORDS + word * 16 + 4 * (2 * (c & 1) + (r & 1)) + 2 * h + (r >> 1);
+                        if (m < args.rows && out < args.n_tiles * 64)
                             args.sums[((long long)m * args.k_tiles + kt) * args.n_tiles * 64 + out] = (int)whole[r] / (1 << (6 - 2 * bits_class));
                     }
 #endif
@@ -523,18 +341,19 @@ __device__ __forceinline__ void decode(const Args& args) {
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     for (int quad = warp; quad < warps_n * QUADS; quad += warps) {
         const int n_part = quad / QUADS, in_part = quad % QUADS;
-        const float4* at = (const float4*)shared + (n_part * warps_k * QUADS + in_part) * 32 + lane;
+        const float4* at = (const float4*)(shared + n_part * warps_k * ring_bytes) + in_part * 32 + lane;
         float4 v = *at;
 #pragma unroll 4
         for (int k = 1; k < warps_k; ++k) {
-            const float4 more = at[k * QUADS * 32];
+            const float4 more = at[k * (ring_bytes / 16)];
             v.x += more.x;
             v.y += more.y;
             v.z += more.z;
             v.w += more.w;
         }
-        const int m = 2 * (in_part / (2 * WORDS)) + (c >> 1), word = in_part / 2 % WORDS + (TILES == 8 ? 0 : (g & 1) * 2);
-        if (m < args.rows && (ROWS > 1 || c < 2)) {
+        const int m = ROWS == 1 ? 0 : 2 * (in_part / (2 * WORDS)) + (c >> 1);
+        const int word = (ROWS == 1 ? in_part / 2 * 2 + (c >> 1) : in_part / 2 % WORDS) + (TILES == 8 ? 0 : (g & 1) * 2);
+        if (m < args.rows) {
             const int task = m * warps_n * TILES + n_part * TILES + (TILES == 8 ? g : g >> 1);
             const float* slot = received + (split * tasks_here + task / splits) * 64 + ((word * 2 + (in_part & 1)) * 2 + (c & 1)) * 4;
             u32 there;
@@ -598,7 +417,7 @@ __device__ __forceinline__ void decode(const Args& args) {
     extern "C" __global__ void __launch_bounds__(THREADS) decode_##TILES##_##ROWS(const __grid_constant__ Args args) { \
         decode<TILES, ROWS>(args);                                                                                    \
     }
-KERNEL(8, 1, 640)
+KERNEL(8, 1, 896)
 KERNEL(8, 2, 640)
 KERNEL(8, 4, 512)
 KERNEL(4, 1, 896)

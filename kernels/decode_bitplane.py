@@ -1,8 +1,8 @@
 """Graded bit-planar GEMV: y = x W^T for 1 to 8 rows, each channel of each row read at its own number of bits.
 
-Two kernels with the same integers inside a tile: `decode_bitplane.cu` (one launch, compute capability 9.0 on) and the portable Triton
-path in `decode_triton.py` (8.0 on, and the interpreter). `capability.choose_path` picks; a path that is asked for by name raises
-when it cannot run.
+Two kernels with the same integers inside a tile: `decode_bitplane.cu` (one launch, compute capability 9.0 on) and the
+portable Triton path in `decode_triton.py` (8.0 on, and the interpreter). `capability.choose_path` picks; a path that is asked
+for by name raises when it cannot run.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from vllm_tilequant.schema import LEVELS, TILE
 __all__ = ["DecodeWeight", "compile_kernels", "decode_linear", "decode_sums", "prepare"]
 
 _SOURCE = Path(__file__).with_suffix(".cu")
+_HEADERS = (_SOURCE.with_name("decode_rows.cu"),)
 _BIAS_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 #: Programmatic dependent launch: the kernel may be launched while its predecessor ends; it waits before it reads anything.
 _OVERLAP = True
@@ -156,7 +157,7 @@ def _module(device: torch.device, dtype: torch.dtype, stages: int, sums: bool) -
     major, minor = torch.cuda.get_device_capability(device)
     architecture = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
     defines = [f"XTYPE={DTYPES.index(dtype)}", f"STAGES={stages}", f"SUMS={int(sums)}"]
-    return Module(compile_cubin(_SOURCE, architecture=architecture, defines=defines), device)
+    return Module(compile_cubin(_SOURCE, headers=_HEADERS, architecture=architecture, defines=defines), device)
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,8 @@ def cuda_geometry(rows: int, n_tiles: int, k_tiles: int, config: DecodeConfig) -
     warps = config.warps_k * warps_n
     per_warp = -(-k_tiles // (config.splits * config.warps_k))
     input_bytes = -(-(128 + 256 * held + 20 * held + 4) // 16) * 16
-    warp_bytes = max(1, held // 2) * tiles * 512 + config.stages * tiles * 256
+    sums, ring = held * tiles * 256, config.stages * tiles * 256
+    warp_bytes = sums + ring if per_warp > 1 else max(sums, ring)
     warp_bytes += per_warp * 48 + (per_warp * 16 + config.stages - 1) * 16
     shared = warps * warp_bytes + config.warps_k * per_warp * input_bytes
     shared += -(-rows * warps_n * tiles // config.splits) * config.splits * 256  # received

@@ -1,7 +1,8 @@
 """The portable graded GEMV: three Triton launches (rows, products, reduction) with the integers of the CUDA path.
 
-Four active channels at a time: their words are byte-transposed so that a byte is one channel, and `word & (3 << 2j)` is output j of
-four channels scaled by 4^j, ready for dp4a; the power of four is divided out once per tile. Every row reads its own channels.
+Four active channels at a time: their words are byte-transposed so that a byte is one channel, and `word & (3 << 2j)` is
+output j of four channels scaled by 4^j, ready for dp4a; the power of four is divided out once per tile. Every row reads its
+own channels.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def launch(
     sums: Tensor | None = None,
     rows: PreparedRows | None = None,
 ) -> None:
-    """Write x W^T + bias to `out`; arguments are checked by the caller. rows: of `prepare_rows`, when several layers share x."""
+    """Write x W^T + bias to `out`, on arguments that the caller checked. rows: of `prepare_rows`, shared by layers of one x."""
     rows = prepare_rows(x, thresholds) if rows is None else rows
     m, n_tiles, k_tiles = x.shape[0], w.out_features // TILE, w.in_features // TILE
     blocks, splits = -(-n_tiles // BLOCK_TILES), -(-k_tiles // TILES_PER_SPLIT)
@@ -73,8 +74,8 @@ def _dp4a(codes, x, acc, ASM: tl.constexpr):
 
 @triton.jit
 def _products(
-    code_ptr, meta_ptr, factor_ptr, scale_ptr, count_ptr, channel_ptr, value_ptr, centre_ptr, out_ptr, sum_ptr, n_tiles, k_tiles,
-    PER_SPLIT: tl.constexpr, SUMS: tl.constexpr, ASM: tl.constexpr,
+    code_ptr, meta_ptr, factor_ptr, scale_ptr, count_ptr, channel_ptr, value_ptr, centre_ptr, out_ptr, sum_ptr,
+    n_tiles, k_tiles, PER_SPLIT: tl.constexpr, SUMS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One block of 512 outputs, PER_SPLIT input tiles, one row."""
     block = tl.program_id(0)

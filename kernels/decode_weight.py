@@ -1,8 +1,8 @@
 """The decode form of a weight: the checkpoint's planes, re-ordered once at load so that a warp reads long aligned runs.
 
-Outputs are cut into blocks of 512 (8 tiles). A dense plane of one block and input tile is `[64 channels, 8 tiles, 4 words]`, 8 KiB in
-one piece, and a channel's share of it 128 bytes, a whole cache line. Planes 2 and 3 exist only for the tiles that have them and lie
-compact: `[64 channels, tiles of the block that have the plane, 4 words]`. `docs/format.md` describes the words themselves.
+Outputs are cut into blocks of 512 (8 tiles). A dense plane of one block and input tile is `[64 channels, 8 tiles, 4 words]`,
+8 KiB in one piece, and a channel's share of it 128 bytes, a whole cache line. Planes 2 and 3 exist only for the tiles that have
+them and lie compact: `[64 channels, tiles of the block that have the plane, 4 words]`. `docs/format.md` describes the words.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ IDENTITY = 255
 class DecodeWeight:
     """One linear (or several joined along their outputs) as the graded kernels read it.
 
-    codes: [units, 4] int32, a unit = one channel of one tile and plane. First planes 0 and 1 of everything, `[blocks, K/64, 2, 64, 8]`
-        units (outputs beyond N are zeros that no kernel reads); then per (block, input tile) plane 2 and plane 3, compact
-    meta: [blocks, K/64, 2] int32: first unit of planes 2 and 3; tiles with plane 2 (bits 0-7), with plane 3 (8-15), and two bits
-        per tile from 16 up: its class, stored bits / 2 - 1
+    codes: [units, 4] int32, a unit = one channel of one tile and plane. First planes 0 and 1 of everything,
+        `[blocks, K/64, 2, 64, 8]` units (outputs beyond N are zeros that no kernel reads); then per (block, input tile) plane 2
+        and plane 3, compact
+    meta: [blocks, K/64, 2] int32: first unit of planes 2 and 3; tiles with plane 2 (bits 0-7), with plane 3 (8-15), and two
+        bits per tile from 16 up: its class, stored bits / 2 - 1
     factor: [blocks, K/64, 8] float32, tile scale * 2^(bits - 9): the value of one step of doubled, 8-bit-aligned codes
     transform: [N/64] uint8, row of `table` per output tile, `IDENTITY` for none
     table: [transforms, 64] uint8: bits 0-5 the permutation, 6 the left sign, 7 the right sign of diag(l) H[p, :] diag(r)
@@ -140,7 +141,7 @@ def _transforms(index: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def factor_hadamard(matrix: Tensor) -> Tensor:
-    """Write a 64 x 64 matrix as diag(l) H[p, :] diag(r), H = Sylvester's Hadamard over 8: [64] uint8, p | l < 0 << 6 | r < 0 << 7.
+    """Write a 64 x 64 matrix as diag(l) H[p, :] diag(r), H = Sylvester's Hadamard over 8: [64] uint8, `DecodeWeight.table`.
 
     Signs and permutation are not unique (rows of H form a group under products); any that give the matrix back will do.
     Raises `NotImplementedError` for a matrix that has no such form.

@@ -1,7 +1,7 @@
-"""Launch configurations: the one place with block sizes. A tuning command writes `configs/tuning/<gpu>.json`, serving only reads it.
+"""Launch configurations: the one place with block sizes. A command writes `configs/tuning/<gpu>.json`, serving only reads it.
 
-Of a configuration only `splits` and `warps_k` decide the order in which input tiles are added, and they depend on nothing but the
-weight's shape. So a row has the same bits alone and in any batch, whichever of the other fields its number of rows selects.
+Of a configuration only `splits` and `warps_k` decide the order in which input tiles are added, and they depend on nothing but
+the weight's shape. So a row has the same bits alone and in any batch, whichever of the other fields its number of rows selects.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _table(gpu: str) -> dict[tuple[int, int], DecodeConfig]:
 
 
 def default_config(n: int, k: int, multiprocessors: int) -> DecodeConfig:
-    """The documented default: clusters of up to 8 and warps that take at most two input tiles each, up to 8 of them; outputs are cut
-    into 256 instead of 512 where the whole would otherwise leave multiprocessors idle."""
+    """The documented default: clusters of up to 8 and warps that take at most two input tiles each, up to 8 of them; outputs
+    are cut into 256 instead of 512 where the whole would otherwise leave multiprocessors idle."""
     k_tiles = k // 64
     splits = next((s for s in (8, 4, 2) if k_tiles >= 4 * s), 1)
     warps_k = min(8, -(-k_tiles // (2 * splits)))

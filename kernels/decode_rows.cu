@@ -1,0 +1,229 @@
+// Part of decode_bitplane.cu: arguments, small helpers, and what a CTA prepares of the activations. Included there.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#ifndef STAGES
+#define STAGES 8
+#endif
+#ifndef STAMP
+#define STAMP 0
+#endif
+#ifndef SUMS
+#define SUMS 0
+#endif
+
+#define FULL 0xffffffffu
+
+struct True { static constexpr bool value = true; };
+struct False { static constexpr bool value = false; };
+
+struct Args {
+    const void* x;           // [rows, k_tiles * 64], rows x_stride elements apart
+    const float* thresholds; // [4] ascending
+    const u8* codes;         // units of 16 bytes (4 words): the dense planes, then the extension
+    const uint2* meta;       // [blocks, k_tiles]: first unit of the extension, masks (plane 2: bits 0-7, plane 3: 8-15, class: 16-31)
+    const float* factor;     // [blocks, k_tiles, 8]: tile scale * 2^(bits - 9)
+    const u8* transform;     // [n_tiles] row of `table`, 255 for the identity
+    const u8* table;         // [., 64]: bits 0-5 permutation, 6 left sign, 7 right sign
+    const void* bias;        // [n_tiles * 64] or null
+    void* y;                 // [rows, n_tiles * 64], rows y_stride elements apart
+    int* sums;               // [rows, k_tiles, n_tiles * 64], only with SUMS
+    long long x_stride, y_stride;
+    int rows, n_tiles, k_tiles, tiles_per_warp, splits, warps_k, bias_type;
+};
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory"); }
+
+__device__ __forceinline__ void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float from_half(u16 h, int type) {
+    float f;
+    if (type == 0) return __uint_as_float((u32)h << 16);
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+
+__device__ __forceinline__ u16 to_half(float f, int type) {
+    u16 h;
+    if (type == 0)
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
+    else
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+    return h;
+}
+
+__device__ __forceinline__ float2 load_pair(const void* x, long long at) {  // elements at, at + 1; at is even
+#if XTYPE == 2
+    return *(const float2*)((const float*)x + at);
+#else
+    u32 v = *(const u32*)((const u16*)x + at);
+    return make_float2(from_half((u16)v, XTYPE), from_half((u16)(v >> 16), XTYPE));
+#endif
+}
+
+__device__ __forceinline__ float load_bias(const void* bias, int at, int type) {
+    return type == 2 ? ((const float*)bias)[at] : from_half(((const u16*)bias)[at], type);
+}
+
+constexpr int STEP = 16;  // channels of a step
+
+// One step of a warp: up to 16 channels of one plane of one tile.
+struct __align__(16) Step {
+    u32 unit;     // of channel 0 and the warp's first tile that has the plane
+    u32 channels; // shared address of the step's channel numbers
+    u32 wanted;   // bits 0-7: the warp's tiles that have the plane; bits 8-23: the slots that are not padding
+    u32 stride;   // units from channel to channel
+};
+
+// What a CTA keeps of an input tile. Slots are channels sorted by level, highest first, ascending inside a level.
+template <int ROWS>
+struct __align__(16) Input {
+    static constexpr int PAIRS = (ROWS + 1) / 2, HALVES = ROWS == 1 ? 1 : 2;
+    u8 channel[64];                  // slot -> channel
+    u8 slot[64];                     // channel -> slot
+    static_assert(HALVES * PAIRS == ROWS || ROWS == 1);
+    u8 entry[4][64][HALVES][PAIRS];  // first the rows in float32; then, per plane: the INT8 activation of row 2 * pair + half where its level wants the plane, else 0
+    float scale[ROWS];               // activation scale of a row
+    float centre[ROWS][4];           // sum of q * (doubled midpoint minus zero point) in steps of 8-bit codes, per tile class (2, 4, 6, 8 bits)
+    u32 counts;                      // byte p: channels that need plane p, over all rows
+};
+
+// What a warp keeps of its part of the weight at an input tile.
+struct __align__(16) Part {
+    float factor[8];
+    u32 masks;   // of `meta`
+    u32 counts;  // of the input, without planes that none of the warp's tiles has
+    u32 unused[2];
+};
+
+template <int BYTES>
+__device__ __forceinline__ void store_entry(void* to, u32 v) {
+    if constexpr (BYTES == 1) *(u8*)to = (u8)v;
+    if constexpr (BYTES == 2) *(u16*)to = (u16)v;
+    if constexpr (BYTES == 4) *(u32*)to = v;
+}
+
+__device__ __forceinline__ int level_of(float magnitude, const float (&t)[4]) {
+    return (magnitude > t[0]) + (magnitude > t[1]) + (magnitude > t[2]) + (magnitude > t[3]);
+}
+
+// First half of the preparation: which channels are wanted. Loads of weights can start when it is done.
+template <int ROWS>
+__device__ __forceinline__ void sort_channels(const Args& args, Input<ROWS>& tile, const float (&t)[4], int kt, int lane) {
+    float2 v[ROWS];
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m) {
+        v[m] = make_float2(0.f, 0.f);
+        if (m < args.rows) v[m] = load_pair(args.x, m * args.x_stride + kt * 64 + 2 * lane);
+        ((float2*)tile.entry)[m * 32 + lane] = v[m];  // for `quantise`: loads from afar would queue behind those of the weights
+    }
+    int top0 = 0, top1 = 0;
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m)
+        if (m < args.rows) {
+            top0 = max(top0, level_of(fabsf(v[m].x), t));
+            top1 = max(top1, level_of(fabsf(v[m].y), t));
+        }
+    const u32 before = (1u << lane) - 1;
+    u32 above0 = 0, above1 = 0, counts = 0;
+    int slot0 = 0, slot1 = 0;
+#pragma unroll
+    for (int l = 4; l >= 0; --l) {
+        const u32 here0 = __ballot_sync(FULL, top0 == l), here1 = __ballot_sync(FULL, top1 == l);
+        const int rank = __popc(above0) + __popc(above1) + __popc(here0 & before) + __popc(here1 & before);
+        if (top0 == l) slot0 = rank;
+        if (top1 == l) slot1 = rank + (top0 == l);
+        above0 |= here0;
+        above1 |= here1;
+        if (l > 0) counts |= (u32)(__popc(above0) + __popc(above1)) << (8 * (l - 1));
+    }
+    tile.channel[slot0] = (u8)(2 * lane);
+    tile.channel[slot1] = (u8)(2 * lane + 1);
+    *(u16*)&tile.slot[2 * lane] = (u16)(slot0 | slot1 << 8);
+    if (lane == 0) tile.counts = counts;
+}
+
+// v / s rounded as IEEE 754 asks, without the branches of the general division: for s well inside the normal range and |v| <= 127 s
+// (a tiny quotient may lose its last bits, but then it rounds to 0 all the same).
+__device__ __forceinline__ float divide(float v, float s, float reciprocal) {
+    float q = v * reciprocal;
+    q = fmaf(fmaf(-s, q, v), reciprocal, q);
+    return fmaf(fmaf(-s, q, v), reciprocal, q);
+}
+
+// Second half: INT8 activations in the order of the slots, their scales and the constant part of every sum.
+template <int ROWS>
+__device__ __forceinline__ void quantise(Input<ROWS>& tile, const float (&t)[4], int lane) {
+    constexpr int PAIRS = Input<ROWS>::PAIRS, HALVES = Input<ROWS>::HALVES;
+    u32 q_word[2][HALVES] = {}, l_word[2][HALVES] = {};  // [channel of this lane][row & 1], byte row >> 1
+    float2 v[ROWS];
+    float scale[ROWS];
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m) {
+        v[m] = ((const float2*)tile.entry)[m * 32 + lane];
+    }
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m) {
+        // of non-negative floats the bits order like integers, and a NaN is the greatest: it reaches the scale and the output
+        const u32 largest = __reduce_max_sync(FULL, max(__float_as_uint(fabsf(v[m].x)), __float_as_uint(fabsf(v[m].y))));
+        scale[m] = __uint_as_float(largest);
+    }
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m) {
+        const bool plain = scale[m] > 1e-30f && scale[m] < 1e30f;
+        float seventh;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(seventh) : "f"(127.f));
+        seventh = fmaf(seventh, fmaf(-127.f, seventh, 1.f), seventh);
+        float s = plain ? divide(scale[m], 127.f, seventh) : 1.f, reciprocal;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(s));
+        reciprocal = fmaf(reciprocal, fmaf(-s, reciprocal, 1.f), reciprocal);
+        float a = divide(v[m].x, s, reciprocal), b = divide(v[m].y, s, reciprocal);
+        if (!plain) {  // the whole warp, and almost never
+            s = __fdiv_rn(scale[m], 127.f);
+            if (s == 0.f) s = 1.f;
+            a = __fdiv_rn(v[m].x, s);
+            b = __fdiv_rn(v[m].y, s);
+        }
+        const int q0 = max(-127, min(127, __float2int_rn(a))), q1 = max(-127, min(127, __float2int_rn(b)));
+        const int l0 = level_of(fabsf(v[m].x), t), l1 = level_of(fabsf(v[m].y), t);
+        q_word[0][m & 1] |= (u32)(q0 & 255) << (8 * (m >> 1));
+        q_word[1][m & 1] |= (u32)(q1 & 255) << (8 * (m >> 1));
+        l_word[0][m & 1] |= (u32)l0 << (8 * (m >> 1));
+        l_word[1][m & 1] |= (u32)l1 << (8 * (m >> 1));
+        // sums over the channels of each level, two 16-bit sums (of at most 64 * 127) to a reduction
+        const int low = __reduce_add_sync(FULL, (l0 == 1 ? q0 : 0) + (l1 == 1 ? q1 : 0) + ((l0 == 2 ? q0 : 0) + (l1 == 2 ? q1 : 0)) * 65536);
+        const int high = __reduce_add_sync(FULL, (l0 == 3 ? q0 : 0) + (l1 == 3 ? q1 : 0) + ((l0 == 4 ? q0 : 0) + (l1 == 4 ? q1 : 0)) * 65536);
+        const int at_level[4] = {(int)(short)low, (low - (int)(short)low) >> 16, (int)(short)high, (high - (int)(short)high) >> 16};
+        if (lane < 4) {
+            const int bits = 2 * lane + 2;
+            int sum = 0;
+#pragma unroll
+            for (int l = 1; l <= 4; ++l) sum += at_level[l - 1] * ((256 >> min(2 * l, bits)) - (256 >> bits) - 256);
+            tile.centre[m][lane] = (float)sum;
+            tile.scale[m] = s;
+        }
+    }
+    const u32 slots = *(const u16*)&tile.slot[2 * lane];
+#pragma unroll
+    for (int p = 0; p < 4; ++p)
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half)
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {  // a byte of 127 - p + level has its top bit where level > p
+                const u32 wants = (l_word[k][half] + (127 - p) * 0x01010101u) >> 7 & 0x01010101u;
+                store_entry<PAIRS>(&tile.entry[p][slots >> (8 * k) & 255][half][0], q_word[k][half] & wants * 255);
+            }
+}
