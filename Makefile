@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 CALIBRATE = $(VENVS)/calibrate/bin
 SERVE = $(VENVS)/serve/bin
 
-.PHONY: help quickstart test lint quality format typecheck env-calibrate env-serve eval-env clean distclean
+.PHONY: help quickstart test parity lint quality format typecheck env-calibrate env-serve eval-env clean distclean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 16
@@ -41,6 +41,9 @@ typecheck: env-calibrate ## mypy on the package as a wheel lays it out
 	@cp -r vllm_tilequant .cache/typecheck/ && cp -r kernels calibrate configs .cache/typecheck/vllm_tilequant/
 	@root=$$PWD && python=$$(cd $(CALIBRATE) && pwd)/python && cd .cache/typecheck && \
 	  "$$python" -m mypy --config-file "$$root/pyproject.toml" --cache-dir "$$root/.mypy_cache" -p vllm_tilequant
+
+parity: env-calibrate eval-env ## a real server's greedy text and perplexity against transformers [CHECKPOINT=folder]
+	benchmarks/parity.sh $(or $(CHECKPOINT),$(firstword $(wildcard runs/quickstart/*-tilequant)))
 
 quality: lint typecheck ## everything but the tests
 
