@@ -26,42 +26,45 @@ from vllm_tilequant.kernels import tuning
 
 #: (rows, level) -> weight in the figure of merit.
 CASES = {(1, "3.0"): 4, (1, "4.0"): 2, (1, "2.2"): 1, (1, "full"): 1, (2, "3.0"): 1, (4, "3.0"): 1, (8, "3.0"): 1}
-MANY = [(4, "3.0"), (8, "3.0")]
+WARPS_N = (1, 2, 3, 4, 5, 6, 7, 8, 10, 14)
 
 
 def cuts(k: int) -> list[tuple[int, int]]:
     """(splits, warps_k) that leave few warps idle."""
     out = []
-    for splits, warps_k in itertools.product((1, 2, 4, 8, 16), range(1, 15)):
+    for splits, warps_k in itertools.product((1, 2, 4, 5, 7, 8, 14, 16), range(1, 17)):
         per_warp = math.ceil(k // 64 / (splits * warps_k))
         if k // 64 / (per_warp * splits * warps_k) >= 0.85 and per_warp <= 16:
             out.append((splits, warps_k))
     return out
 
 
-def candidates(n: int, k: int, shared_limit: int, stages=(4,), least_warps: int = 500) -> list[tuning.DecodeConfig]:
+def candidates(n: int, k: int, shared_limit: int, stages=(4,), least_warps: int = 800) -> list[tuning.DecodeConfig]:
     """Configurations for one row that fit shared memory and have warps enough to fill the GPU."""
     out = []
     for splits, warps_k in cuts(k):
-        for warps_n, tiles, depth in itertools.product((1, 2, 3, 4, 6, 7, 8, 14), (4, 8), stages):
+        for warps_n, tiles, depth in itertools.product(WARPS_N, (4, 8), stages):
             warps = warps_n * warps_k
             if not 3 <= warps <= 16 or n / (64 * tiles) * splits * warps_k < least_warps:
                 continue
             config = tuning.DecodeConfig(splits, warps_k, warps_n, tiles, depth)
-            if kernel.cuda_geometry(1, n // 64, k // 64, config).shared_bytes <= shared_limit:
+            if tuning.cuda_geometry(1, n // 64, k // 64, config).shared_bytes <= shared_limit:
                 out.append(config)
     return out
 
 
-def many(n: int, k: int, config: tuning.DecodeConfig, shared_limit: int) -> list[tuning.DecodeConfig]:
-    """The same order of additions with every cut of the outputs for more than two rows."""
-    out = []
-    for many_n, many_tiles in itertools.product((1, 2, 3, 4, 6, 7, 8), (4, 8)):
-        if many_n * config.warps_k <= 16:
-            c = dataclasses.replace(config, many_n=many_n, many_tiles=many_tiles)
-            if all(kernel.cuda_geometry(m, n // 64, k // 64, c).shared_bytes <= shared_limit for m in (1, 2, 4, 8)):
-                out.append(c)
-    return out
+def best_many(n: int, k: int, config: tuning.DecodeConfig, weights, limit: int) -> tuning.DecodeConfig | None:
+    """The same order of additions with the best cut of the outputs for more than two rows; None if there is none."""
+
+    def best(m: int, choices: list[tuning.DecodeConfig]) -> tuning.DecodeConfig | None:
+        fit = [c for c in choices if tuning.cuda_geometry(m, n // 64, k // 64, c).shared_bytes <= limit]
+        return min(fit, key=lambda c: measure_one(n, k, m, "3.0", c, weights), default=None)
+
+    if tuning.cuda_geometry(2, n // 64, k // 64, config).shared_bytes > limit:
+        return None
+    counts = [c for c in WARPS_N if c * config.warps_k <= 16]
+    four = best(4, [dataclasses.replace(config, many_n=c, many_tiles=t) for c in counts for t in (4, 8)])
+    return best(8, [dataclasses.replace(four, most_n=c) for c in counts]) if four else None
 
 
 def measure(n: int, k: int, config: tuning.DecodeConfig, weights, cases) -> dict[tuple[int, str], float]:
@@ -94,6 +97,7 @@ def main() -> None:
     parser.add_argument("--shapes", help="N x K pairs, such as 4096x4096,28672x4096; default: the benchmark's")
     parser.add_argument("--first", default="3.0", help="the level at one row by which the field is narrowed")
     parser.add_argument("--keep", type=int, default=6, help="configurations that are measured at every case")
+    parser.add_argument("--stages", type=int, nargs="+", default=[3, 4], help="ring depths to try")
     parser.add_argument("--write", action="store_true", help="write configs/tuning/<gpu>.json")
     parser.add_argument("--show", type=int, default=3, help="configurations of each shape to print")
     args = parser.parse_args()
@@ -104,15 +108,15 @@ def main() -> None:
         weights = rotation(n, k, 2.2)
         limit = properties.shared_memory_per_block_optin
         found = []
-        for config in candidates(n, k, limit, stages=(3, 4)):
-            found.append((measure(n, k, config, weights, [(1, args.first)])[1, args.first], config))
+        for config in candidates(n, k, limit, stages=tuple(args.stages)):
+            try:
+                found.append((measure_one(n, k, 1, args.first, config, weights), config))
+            except RuntimeError as e:  # a cluster that this GPU cannot place
+                print(f"{n}x{k} {config}: {e}", flush=True)
         found.sort(key=lambda f: f[0])
         rows = []
         for _, config in found[: args.keep]:
-            choices = many(n, k, config, limit)
-            if choices:
-                times = [sum(measure(n, k, c, weights, MANY).values()) for c in choices]
-                config = choices[times.index(min(times))]
+            if config := best_many(n, k, config, weights, limit):
                 rows.append((config, measure(n, k, config, weights, CASES)))
         floor = {case: min(times[case] for _, times in rows) for case in CASES}
         merit = [sum(weight * times[c] / floor[c] for c, weight in CASES.items()) for _, times in rows]
@@ -126,7 +130,7 @@ def main() -> None:
         gpu = tuning.gpu_key(properties.name)
         path = Path(__file__).resolve().parent.parent / "configs" / "tuning" / f"{gpu}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(tuning.dump(gpu, best, {"torch": torch.__version__}))
+        path.write_text(tuning.dump(gpu, tuning.tuned(gpu) | best, {"torch": torch.__version__}))
         print(f"wrote {path}")
 
 

@@ -78,12 +78,15 @@ __device__ __forceinline__ void decode(const Args& args) {
     Input<ROWS>* all_inputs = (Input<ROWS>*)(shared + warps * ring_bytes);
     Part* parts = (Part*)(all_inputs + warps_k * tpw) + warp * tpw;
     Step* steps = (Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warp * (tpw * 16 + STAGES - 1);
-    // [splits][ceil(tasks / splits)][64]: what the cluster's CTAs send for the output tiles (of one row each) that this one finishes
-    float* received = (float*)((Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warps * (tpw * 16 + STAGES - 1));
+    // [splits][ceil(tasks / splits)][64]: what the cluster's CTAs send for the output tiles (of one row each) that this one finishes.
+    // For more than two rows it takes the place of inputs, parts and steps, when the whole cluster is through with them: shared
+    // memory then bounds the warps of a multiprocessor. For fewer a place of its own is faster: nobody waits before sending.
+    constexpr bool REUSE = ROWS > 2;
+    float* received = REUSE ? (float*)all_inputs : (float*)((Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warps * (tpw * 16 + STAGES - 1));
     const int tasks = args.rows * warps_n * TILES, tasks_here = (tasks + splits - 1) / splits;
     const Input<ROWS>* inputs = all_inputs + warp_k * tpw;
     const u32 ring = shared_address(own_ring);
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // nobody may send to a CTA that has not started
+    if (!REUSE) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // nobody may send to a CTA that has not started
     MARK(0);
 
 #pragma unroll
@@ -334,11 +337,14 @@ __device__ __forceinline__ void decode(const Args& args) {
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) warp_sums[i * 32 + lane] = make_float4(0.f, 0.f, 0.f, 0.f);
     asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();
-
     MARK(6);
+    if (REUSE)
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    else
+        __syncthreads();
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+
     // warps that share outputs add in ascending order; the sum goes to the CTA that finishes the tile
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     for (int quad = warp; quad < warps_n * QUADS; quad += warps) {
         const int n_part = quad / QUADS, in_part = quad % QUADS;
         const float4* at = (const float4*)(shared + n_part * warps_k * ring_bytes) + in_part * 32 + lane;

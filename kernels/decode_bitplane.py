@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from vllm_tilequant.kernels.capability import (
 )
 from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin
 from vllm_tilequant.kernels.decode_weight import DecodeWeight, prepare
-from vllm_tilequant.kernels.tuning import DecodeConfig, decode_config
+from vllm_tilequant.kernels.tuning import DecodeConfig, cuda_geometry, decode_config
 from vllm_tilequant.schema import LEVELS, TILE
 
 __all__ = ["DecodeWeight", "compile_kernels", "decode_linear", "decode_sums", "prepare"]
@@ -94,7 +93,9 @@ def decode_sums(
 
 def compile_kernels(device: torch.device, dtype: torch.dtype, config: DecodeConfig) -> None:
     """Compile and load now what `decode_linear` would at its first call: a captured graph must not meet the compiler."""
-    _module(device, dtype, config.stages, False)
+    module = _module(device, dtype, config.stages, False)
+    for rows in range(1, MAX_ROWS + 1):
+        module.kernel(cuda_geometry(rows, 1, 1, config).kernel)
 
 
 def check_inputs(x: Tensor, w: DecodeWeight, bias: Tensor | None, thresholds: Tensor) -> None:
@@ -158,35 +159,6 @@ def _module(device: torch.device, dtype: torch.dtype, stages: int, sums: bool) -
     architecture = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
     defines = [f"XTYPE={DTYPES.index(dtype)}", f"STAGES={stages}", f"SUMS={int(sums)}"]
     return Module(compile_cubin(_SOURCE, headers=_HEADERS, architecture=architecture, defines=defines), device)
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """A launch of the CUDA kernel. tiles: output tiles of a warp; per_warp: input tiles of a warp."""
-
-    kernel: str
-    tiles: int
-    warps: int
-    per_warp: int
-    grid: int
-    shared_bytes: int
-
-
-@functools.cache
-def cuda_geometry(rows: int, n_tiles: int, k_tiles: int, config: DecodeConfig) -> Geometry:
-    """What a launch over [n_tiles, k_tiles] takes; the bytes mirror the layout at the top of the kernel's `decode`."""
-    held = next(r for r in (1, 2, 4, 8) if r >= rows)  # rows that the kernel is compiled for
-    tiles, warps_n = config.cut(rows)
-    warps = config.warps_k * warps_n
-    per_warp = -(-k_tiles // (config.splits * config.warps_k))
-    input_bytes = -(-(128 + 256 * held + 20 * held + 4) // 16) * 16
-    sums, ring = held * tiles * 256, config.stages * tiles * 256
-    warp_bytes = sums + ring if per_warp > 1 else max(sums, ring)
-    warp_bytes += per_warp * 48 + (per_warp * 16 + config.stages - 1) * 16
-    shared = warps * warp_bytes + config.warps_k * per_warp * input_bytes
-    shared += -(-rows * warps_n * tiles // config.splits) * config.splits * 256  # received
-    grid = -(-n_tiles // (tiles * warps_n)) * config.splits
-    return Geometry(f"decode_{tiles}_{held}", tiles, warps, per_warp, grid, shared)
 
 
 def _launch_cuda(

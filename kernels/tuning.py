@@ -30,7 +30,8 @@ class DecodeConfig:
     warps_n: warps of a CTA over different outputs, for one and two rows; they share the CTA's preparation of the activations
     tiles: output tiles of a warp, 4 or 8, for one and two rows
     stages: depth of a warp's ring, in steps of 16 channels
-    many_n, many_tiles: warps_n and tiles for more than two rows; above four rows a warp always has 4 tiles
+    many_n, many_tiles: warps_n and tiles for three and four rows
+    most_n: warps_n for five to eight rows, where a warp always has 4 tiles
     """
 
     splits: int
@@ -40,9 +41,10 @@ class DecodeConfig:
     stages: int = 4
     many_n: int = 1
     many_tiles: int = 4
+    most_n: int = 1
 
     def __post_init__(self) -> None:
-        warps = self.warps_k * max(self.warps_n, self.many_n)
+        warps = self.warps_k * max(self.warps_n, self.many_n, self.most_n)
         if not (1 <= self.splits <= 16 and self.warps_k >= 1 and warps <= 16 and 3 <= self.stages <= 16):
             raise ValueError(f"{self}: wanted splits 1..16, at most 16 warps, stages 3..16")
         if self.tiles not in (4, 8) or self.many_tiles not in (4, 8):
@@ -52,7 +54,7 @@ class DecodeConfig:
         """(output tiles of a warp, warps_n) for a number of rows."""
         if rows <= 2:
             return self.tiles, self.warps_n
-        return (self.many_tiles if rows <= 4 else 4), self.many_n
+        return (self.many_tiles, self.many_n) if rows <= 4 else (4, self.most_n)
 
 
 def gpu_key(name: str) -> str:
@@ -61,7 +63,8 @@ def gpu_key(name: str) -> str:
 
 
 @functools.cache
-def _table(gpu: str) -> dict[tuple[int, int], DecodeConfig]:
+def tuned(gpu: str) -> dict[tuple[int, int], DecodeConfig]:
+    """(N, K) -> configuration, as the tuning file of a GPU says."""
     path = files("vllm_tilequant") / "configs" / "tuning" / f"{gpu}.json"
     try:
         data: dict[str, Any] = json.loads(path.read_text())
@@ -79,22 +82,60 @@ def _table(gpu: str) -> dict[tuple[int, int], DecodeConfig]:
     return {(e["n"], e["k"]): DecodeConfig(**{f: e[f] for f in fields if f in e}) for e in data.get(KEY, [])}
 
 
-def default_config(n: int, k: int, multiprocessors: int) -> DecodeConfig:
-    """The documented default: clusters of up to 8 and warps that take at most two input tiles each, up to 8 of them; outputs
-    are cut into 256 instead of 512 where the whole would otherwise leave multiprocessors idle."""
+@dataclass(frozen=True)
+class Geometry:
+    """A launch of the CUDA kernel. tiles: output tiles of a warp; per_warp: input tiles of a warp."""
+
+    kernel: str
+    tiles: int
+    warps: int
+    per_warp: int
+    grid: int
+    shared_bytes: int
+
+
+@functools.cache
+def cuda_geometry(rows: int, n_tiles: int, k_tiles: int, config: DecodeConfig) -> Geometry:
+    """What a launch over [n_tiles, k_tiles] takes; the bytes mirror the layout at the top of the kernel's `decode`."""
+    held = next(r for r in (1, 2, 4, 8) if r >= rows)  # rows that the kernel is compiled for
+    tiles, warps_n = config.cut(rows)
+    warps = config.warps_k * warps_n
+    per_warp = -(-k_tiles // (config.splits * config.warps_k))
+    input_bytes = -(-(128 + 256 * held + 20 * held + 4) // 16) * 16
+    sums, ring = held * tiles * 256, config.stages * tiles * 256
+    kept = config.warps_k * per_warp * input_bytes + warps * (per_warp * 48 + (per_warp * 16 + config.stages - 1) * 16)
+    received = -(-rows * warps_n * tiles // config.splits) * config.splits * 256
+    shared = warps * (sums + ring if per_warp > 1 else max(sums, ring)) + (max(kept, received) if held > 2 else kept + received)
+    grid = -(-n_tiles // (tiles * warps_n)) * config.splits
+    return Geometry(f"decode_{tiles}_{held}", tiles, warps, per_warp, grid, shared)
+
+
+def default_config(n: int, k: int, multiprocessors: int, shared_limit: int) -> DecodeConfig:
+    """The documented default: clusters of 8 (fewer for few input tiles, 16 where 8 need too much shared memory), up to 8 warps
+    that take two input tiles each if that is enough, 512 outputs to a warp, or 256 where multiprocessors would be idle.
+
+    Raises `NotImplementedError` when no cut fits the shared memory of the GPU at every number of rows.
+    """
     k_tiles = k // 64
-    splits = next((s for s in (8, 4, 2) if k_tiles >= 4 * s), 1)
-    warps_k = min(8, -(-k_tiles // (2 * splits)))
-    tiles = 8 if -(-n // 512) * splits >= multiprocessors else 4
-    return DecodeConfig(splits=splits, warps_k=warps_k, tiles=tiles)
+    tiles = 8 if -(-n // 512) * 8 >= multiprocessors else 4
+    largest = next((s for s in (8, 4, 2) if k_tiles >= 4 * s), 1)
+    for splits in (largest, 16):
+        warps_k = min(8, -(-k_tiles // (2 * splits)))
+        while warps_k:
+            config = DecodeConfig(splits=splits, warps_k=warps_k, tiles=tiles, stages=3)
+            cuts = (cuda_geometry(rows, n // 64, k_tiles, config) for rows in (1, 2, 4, 8))
+            if all(c.shared_bytes <= shared_limit and c.per_warp <= 32 for c in cuts):
+                return config
+            warps_k //= 2
+    raise NotImplementedError(f"[{n}, {k}]: the activations of {k} inputs do not fit {shared_limit} bytes of shared memory")
 
 
 @functools.cache
 def decode_config(n: int, k: int, device: torch.device) -> DecodeConfig:
     """Configuration of a weight [n, k] on a device: the tuned one of this GPU and shape, else the default."""
     properties = torch.cuda.get_device_properties(device)
-    tuned = _table(gpu_key(properties.name)).get((n, k))
-    return tuned or default_config(n, k, properties.multi_processor_count)
+    found = tuned(gpu_key(properties.name)).get((n, k))
+    return found or default_config(n, k, properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 def dump(gpu: str, configs: dict[tuple[int, int], DecodeConfig], extra: dict[str, Any]) -> str:

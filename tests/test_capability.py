@@ -8,10 +8,10 @@ import torch
 from cases import TRANSFORMS, make_case
 from vllm_tilequant.kernels import capability
 from vllm_tilequant.kernels.capability import DecodeSpec, choose_path, unsupported_reason
-from vllm_tilequant.kernels.decode_bitplane import Geometry, cuda_geometry, decode_linear, prepare
+from vllm_tilequant.kernels.decode_bitplane import decode_linear, prepare
 from vllm_tilequant.kernels.decode_weight import factor_hadamard
 from vllm_tilequant.kernels.layout import aligned_codes, hadamard_matrix
-from vllm_tilequant.kernels.tuning import DecodeConfig, default_config, dump, gpu_key
+from vllm_tilequant.kernels.tuning import DecodeConfig, cuda_geometry, default_config, dump, gpu_key, tuned
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,22 @@ def test_the_decode_form_holds_every_code():
         assert torch.equal(got, wanted[kt, :, nt].long()), (nt, kt)
 
 
+def fits(n: int, k: int, config: DecodeConfig, limit: int) -> None:
+    for rows in range(1, 9):
+        cut = cuda_geometry(rows, n // 64, k // 64, config)
+        assert cut.grid % config.splits == 0 and cut.per_warp <= 32 and cut.shared_bytes <= limit, (n, k, cut)
+        assert cut.per_warp * config.splits * config.warps_k * 64 >= k and cut.warps <= 16
+
+
 def test_configurations():
     assert gpu_key("NVIDIA H200") == "h200" and gpu_key("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
-    for n, k in ((64, 64), (4096, 14336), (28672, 4096), (2048, 64 * 300)):
-        config = default_config(n, k, 132)
-        for rows in range(1, 9):
-            cut = cuda_geometry(rows, n // 64, k // 64, config)
-            assert isinstance(cut, Geometry) and cut.grid % config.splits == 0 and cut.per_warp <= 32, (n, k, cut)
-            assert cut.per_warp * config.splits * config.warps_k * 64 >= k
+    limit = 232448
+    for n, k in ((64, 64), (4096, 14336), (28672, 4096), (8192, 28672), (2048, 64 * 300)):
+        fits(n, k, default_config(n, k, 132, limit), limit)
+    with pytest.raises(NotImplementedError, match="shared memory"):
+        default_config(4096, 64 * 4000, 132, limit)
+    for (n, k), config in tuned("h200").items():
+        fits(n, k, config, limit)
     with pytest.raises(ValueError, match="splits"):
         DecodeConfig(32, 1)
     assert '"n": 64' in dump("h200", {(64, 64): DecodeConfig(1, 1)}, {})

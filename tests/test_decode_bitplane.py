@@ -79,7 +79,8 @@ def test_the_interpreter_runs_the_same_kernels(shape, kind, m, thresholds, dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_maps_rows_and_levels(shape, kind, path):
     case = make_case(*shape, kind)
-    for i, m in enumerate(GPU_ROWS):
+    rows = GPU_ROWS if path == "cuda" else (1, 3, 8)  # in Triton rows differ in nothing
+    for i, m in enumerate(rows):
         for thresholds in list(THRESHOLDS)[i % 2 :: 2] + ["graded"]:
             check(case, m, thresholds, torch.bfloat16, "cuda", path=path)
 
@@ -95,13 +96,13 @@ def test_dtypes_and_bias(dtype, path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [1, 2, 8, 16])
+@pytest.mark.parametrize("splits", [1, 2, 7, 8, 16])
 @pytest.mark.parametrize("warps", [(1, 1), (3, 2), (8, 1), (2, 4)], ids=str)
 @pytest.mark.parametrize("tiles", [4, 8])
 def test_every_cut_gives_the_same_integers(splits, warps, tiles):
     case = make_case(1088, 1536, "mixed2468")
     for m, stages in ((1, 4), (2, 3), (4, 4), (7, 6)):
-        config = DecodeConfig(splits, *warps, tiles, stages, many_n=warps[1], many_tiles=tiles)
+        config = DecodeConfig(splits, *warps, tiles, stages, many_n=warps[1], many_tiles=tiles, most_n=warps[1])
         check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=config)
 
 
