@@ -23,6 +23,7 @@ import timing
 
 from vllm_tilequant.kernels import decode_bitplane as kernel
 from vllm_tilequant.kernels import tuning
+from vllm_tilequant.kernels.cuda_runtime import shared_limit
 
 #: (rows, level) -> weight in the figure of merit.
 CASES = {(1, "3.0"): 4, (1, "4.0"): 2, (1, "2.2"): 1, (1, "full"): 1, (2, "3.0"): 1, (4, "3.0"): 1, (8, "3.0"): 1}
@@ -106,7 +107,7 @@ def main() -> None:
     best = {}
     for n, k in wanted:
         weights = rotation(n, k, 2.2)
-        limit = properties.shared_memory_per_block_optin
+        limit = shared_limit(torch.device("cuda", 0))
         found = []
         for config in candidates(n, k, limit, stages=tuple(args.stages)):
             try:

@@ -118,6 +118,11 @@ _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14
 _NUM_REGS, _LOCAL_BYTES = 4, 3
 
 
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one CTA may have on a device."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
 class Kernel:
     """One kernel of a loaded module, allowed all of a multiprocessor's shared memory and clusters of up to 16."""
 
@@ -157,7 +162,7 @@ class Module:
             torch.zeros(1, device=device)
             self._module = ctypes.c_void_p()
             check(driver().cuModuleLoadData(ctypes.byref(self._module), cubin), "loading a compiled kernel")
-            self.shared_limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+            self.shared_limit = shared_limit(device)
         self._kernels: dict[str, Kernel] = {}
 
     def kernel(self, name: str) -> Kernel:

@@ -7,7 +7,8 @@ them and lie compact: `[64 channels, tiles of the block that have the plane, 4 w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,8 +55,8 @@ class DecodeWeight:
         return self.codes.device
 
     def to(self, device: torch.device | str) -> DecodeWeight:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return DecodeWeight(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.to(device) for k, v in tensors.items() if isinstance(v, Tensor)})
 
     @property
     def resident_bytes(self) -> int:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from vllm_tilequant.kernels.cuda_runtime import shared_limit
+
 logger = logging.getLogger(__name__)
 
 KEY = "decode_bitplane"
@@ -110,7 +112,7 @@ def cuda_geometry(rows: int, n_tiles: int, k_tiles: int, config: DecodeConfig) -
     return Geometry(f"decode_{tiles}_{held}", tiles, warps, per_warp, grid, shared)
 
 
-def default_config(n: int, k: int, multiprocessors: int, shared_limit: int) -> DecodeConfig:
+def default_config(n: int, k: int, multiprocessors: int, limit: int) -> DecodeConfig:
     """The documented default: clusters of 8 (fewer for few input tiles, 16 where 8 need too much shared memory), up to 8 warps
     that take two input tiles each if that is enough, 512 outputs to a warp, or 256 where multiprocessors would be idle.
 
@@ -124,10 +126,10 @@ def default_config(n: int, k: int, multiprocessors: int, shared_limit: int) -> D
         while warps_k:
             config = DecodeConfig(splits=splits, warps_k=warps_k, tiles=tiles, stages=3)
             cuts = (cuda_geometry(rows, n // 64, k_tiles, config) for rows in (1, 2, 4, 8))
-            if all(c.shared_bytes <= shared_limit and c.per_warp <= 32 for c in cuts):
+            if all(c.shared_bytes <= limit and c.per_warp <= 32 for c in cuts):
                 return config
             warps_k //= 2
-    raise NotImplementedError(f"[{n}, {k}]: the activations of {k} inputs do not fit {shared_limit} bytes of shared memory")
+    raise NotImplementedError(f"[{n}, {k}]: the activations of {k} inputs do not fit {limit} bytes of shared memory")
 
 
 @functools.cache
@@ -135,7 +137,7 @@ def decode_config(n: int, k: int, device: torch.device) -> DecodeConfig:
     """Configuration of a weight [n, k] on a device: the tuned one of this GPU and shape, else the default."""
     properties = torch.cuda.get_device_properties(device)
     found = tuned(gpu_key(properties.name)).get((n, k))
-    return found or default_config(n, k, properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    return found or default_config(n, k, properties.multi_processor_count, shared_limit(device))
 
 
 def dump(gpu: str, configs: dict[tuple[int, int], DecodeConfig], extra: dict[str, Any]) -> str:
