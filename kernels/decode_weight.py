@@ -7,7 +7,7 @@ them and lie compact: `[64 channels, tiles of the block that have the plane, 4 w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -55,8 +55,11 @@ class DecodeWeight:
         return self.codes.device
 
     def to(self, device: torch.device | str) -> DecodeWeight:
-        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(device) for k, v in tensors.items() if isinstance(v, Tensor)})
+        moved: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            moved[f.name] = value.to(device) if isinstance(value, Tensor) else value
+        return DecodeWeight(**moved)
 
     @property
     def resident_bytes(self) -> int:
