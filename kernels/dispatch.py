@@ -1,13 +1,54 @@
-"""Which product a call takes: one pure function of the number of rows, shared by the plugin and the transformers model."""
+"""Which product a call takes, and in which form a weight is kept for it: pure functions of rows, device and settings."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from vllm_tilequant.kernels.portable import PortableWeight, graded_linear, static_linear
+from vllm_tilequant.kernels import decode_bitplane, portable
+from vllm_tilequant.kernels.capability import DecodeSpec, device_capability, unsupported_reason
+from vllm_tilequant.kernels.decode_weight import DecodeWeight
+from vllm_tilequant.kernels.layout import PackedWeight
+from vllm_tilequant.kernels.portable import PortableWeight
+from vllm_tilequant.kernels.tuning import decode_config
 
 #: Rows up to which the graded product is used. A captured graph or a batch above it runs at stored precision.
 GRADED_ROWS = 8
+
+
+@dataclass(frozen=True)
+class LinearWeight:
+    """One linear as it is served.
+
+    dense: [N, K] in the model's dtype, at stored precision, for the static product
+    graded: the form that the graded kernel reads, or the portable one where there is no kernel
+    """
+
+    dense: Tensor
+    graded: DecodeWeight | PortableWeight
+
+
+def portable_reason(n: int, k: int, dtype: torch.dtype, device: torch.device, activation: str) -> str | None:
+    """Why the graded product of a weight [n, k] takes plain torch; None where a GPU kernel runs it."""
+    if activation != "group64":
+        return f"activation {activation!r}: the kernels compute with INT8 activations"
+    return unsupported_reason(DecodeSpec(n, k, dtype, device_capability(device)))
+
+
+def prepare(w: PackedWeight, transforms: Tensor, dtype: torch.dtype, activation: str) -> LinearWeight:
+    """Arrange a packed weight for serving on the device where it lies, and compile what its kernel needs.
+
+    transforms: [n, 64, 64] float64, addressed by `w.output_transform`; dtype: the model's
+    """
+    dense = portable.dequantize(w, transforms, dtype)
+    device = w.plane0.device
+    if portable_reason(w.out_features, w.in_features, dtype, device, activation) is not None:
+        return LinearWeight(dense, portable.prepare(w, transforms))
+    # Now: a captured graph must not meet the compiler.
+    decode_bitplane.compile_kernels(device, dtype, decode_config(w.out_features, w.in_features, device))
+    return LinearWeight(dense, decode_bitplane.prepare(w, transforms))
 
 
 def takes_graded(rows: int, graded_rows: int) -> bool:
@@ -16,13 +57,7 @@ def takes_graded(rows: int, graded_rows: int) -> bool:
 
 
 def tile_linear(
-    x: Tensor,
-    w: PortableWeight,
-    bias: Tensor | None,
-    thresholds: Tensor,
-    *,
-    graded_rows: int,
-    activation: str,
+    x: Tensor, w: LinearWeight, bias: Tensor | None, thresholds: Tensor, *, graded_rows: int, activation: str
 ) -> Tensor:
     """y = x W^T + bias over a tile-quantized weight. x: [..., K] float -> [..., N] in x's dtype.
 
@@ -30,8 +65,10 @@ def tile_linear(
     activation: `group64` (INT8 per row and 64 inputs) or `none`.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if takes_graded(rows.shape[0], graded_rows):
-        y = graded_linear(rows, w, bias, thresholds, activation=activation)
+    if not takes_graded(rows.shape[0], graded_rows):
+        y = portable.static_linear(rows, w.dense, bias, activation=activation)
+    elif isinstance(w.graded, DecodeWeight):
+        y = decode_bitplane.decode_linear(rows, w.graded, bias, thresholds)
     else:
-        y = static_linear(rows, w, bias, activation=activation)
+        y = portable.graded_linear(rows, w.graded, bias, thresholds, activation=activation)
     return y.view(*x.shape[:-1], y.shape[-1])

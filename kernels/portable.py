@@ -20,25 +20,23 @@ from vllm_tilequant.schema import LEVELS, TILE
 
 @dataclass(frozen=True)
 class PortableWeight:
-    """What the portable path keeps resident: 1 byte a weight for decode, the dense copy for prompts.
+    """What the portable graded product keeps resident: 1 byte a weight.
 
-    dense: [N, K] in the model's dtype, un-rotated, at stored precision
     codes: [K, N] uint8, aligned, input-major, rotated
     tile_bits: [N/64, K/64] uint8; tile_scale: [N/64, K/64] float32
     matrices: [N/64, 64, 64] float32, U of every output tile
     """
 
-    dense: Tensor
     codes: Tensor
     tile_bits: Tensor
     tile_scale: Tensor
     matrices: Tensor
 
 
-def prepare(w: PackedWeight, transforms: Tensor, dtype: torch.dtype) -> PortableWeight:
+def prepare(w: PackedWeight, transforms: Tensor) -> PortableWeight:
     """Unpack once, at load. transforms: [n, 64, 64] float64, addressed by `w.output_transform`."""
     matrices = transforms.to(w.plane0.device)[w.output_transform.long()]
-    return PortableWeight(dequantize(w, transforms, dtype), aligned_codes(w), w.tile_bits, w.tile_scale, matrices.float())
+    return PortableWeight(aligned_codes(w), w.tile_bits, w.tile_scale, matrices.float())
 
 
 def level_weight(codes: Tensor, tile_bits: Tensor, tile_scale: Tensor, level: int) -> Tensor:
@@ -67,11 +65,11 @@ def fake_quantize(x: Tensor) -> Tensor:
     return (q.view(x.shape[0], -1, TILE).float() * scale[..., None]).view(x.shape)
 
 
-def static_linear(x: Tensor, w: PortableWeight, bias: Tensor | None, *, activation: str) -> Tensor:
-    """Prompts and large batches: [M, K] -> [M, N] at stored precision, in x's dtype."""
+def static_linear(x: Tensor, dense: Tensor, bias: Tensor | None, *, activation: str) -> Tensor:
+    """Prompts and large batches: [M, K] -> [M, N] at stored precision, in x's dtype. dense: [N, K], from `dequantize`."""
     if activation == "group64":
         x = fake_quantize(x).to(x.dtype)
-    return F.linear(x, w.dense, bias)
+    return F.linear(x, dense, bias)
 
 
 def graded_linear(x: Tensor, w: PortableWeight, bias: Tensor | None, thresholds: Tensor, *, activation: str) -> Tensor:

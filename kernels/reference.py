@@ -20,7 +20,8 @@ def activation_int8_ref(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = max|x| / 127 in float32, q = x / scale rounded half to even; an all-zero group has scale 1 and codes 0.
     """
     v = x.float().view(x.shape[0], -1, TILE)
-    scale = v.abs().amax(2) / 127
+    # Divided by a tensor: by a number, torch on CUDA multiplies with the reciprocal, which may be off by one unit.
+    scale = v.abs().amax(2) / torch.full((), 127.0, device=x.device)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     q = (v / scale[..., None]).round().clamp(-127, 127)
     return q.to(torch.int8).view(x.shape), scale

@@ -5,7 +5,7 @@ import torch
 
 from cases import MAPS, ROWS, SHAPES, THRESHOLDS, TRANSFORMS, make_case, make_rows
 from tolerances import FLOAT32_RMS, OUTPUT_RMS, relative_rms
-from vllm_tilequant.kernels import layout, portable, reference
+from vllm_tilequant.kernels import dispatch, layout, portable, reference
 from vllm_tilequant.kernels.dispatch import tile_linear
 from vllm_tilequant.schema import LEVELS, NEVER
 
@@ -14,7 +14,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def setup(n, k, kind, dtype=torch.float32):
     case = make_case(n, k, kind)
-    return case, portable.prepare(case.weight, TRANSFORMS, dtype)
+    return case, dispatch.prepare(case.weight, TRANSFORMS, dtype, "group64")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -27,7 +27,7 @@ def test_graded_product_equals_the_reference(n, k, kind, dtype):
         for m in (1, 3):
             x = make_rows(m, k, DTYPES[dtype], seed=m)
             for activation in ("group64", "none"):
-                got = portable.graded_linear(x, w, None, thresholds, activation=activation)
+                got = portable.graded_linear(x, w.graded, None, thresholds, activation=activation)
                 int8 = activation == "group64"
                 want = reference.decode_bitplane_ref(x, case.weight, case.matrices, thresholds, int8=int8)
                 if not want.any():
@@ -52,7 +52,7 @@ def test_integer_sums_are_exact(n, k, kind):
         )  # fmt: skip
         rows = x[:, 64 * t : 64 * t + 64]
         _, scale = reference.activation_int8_ref(rows)
-        got = portable.graded_linear(rows, portable.prepare(part, eye, torch.float32), None, thresholds, activation="group64")
+        got = portable.graded_linear(rows, portable.prepare(part, eye), None, thresholds, activation="group64")
         assert torch.equal(got, sums[:, t].float() * (scale / 2))
 
 
@@ -61,7 +61,7 @@ def test_integer_sums_are_exact(n, k, kind):
 def test_static_product_equals_the_reference(kind, int8):
     case, w = setup(192, 320, kind)
     x, bias = make_rows(17, 320), torch.randn(192)
-    got = portable.static_linear(x, w, bias, activation="group64" if int8 else "none")
+    got = portable.static_linear(x, w.dense, bias, activation="group64" if int8 else "none")
     want = reference.linear_ref(x, case.weight, case.matrices, bias, int8=int8)
     assert relative_rms(got, want) <= FLOAT32_RMS
 

@@ -113,13 +113,13 @@ def feed(layer, toy, shards, seed=0, skip=(), change=None):
 
 def check(layer, wanted, bias=None):
     """The layer holds exactly the packed weight `wanted`, and computes what the references say of it."""
-    prepared = portable.prepare(wanted, TRANSFORMS, torch.float32)
+    prepared = portable.prepare(wanted, TRANSFORMS)
     for got, want in (
         (layer.weight_packed, prepared.codes),
-        (layer.weight_dense, prepared.dense),
-        (layer.tile_bits, wanted.tile_bits),
-        (layer.tile_scale, wanted.tile_scale),
-        (layer.output_matrices, prepared.matrices),
+        (layer.weight_dense, portable.dequantize(wanted, TRANSFORMS, torch.float32)),
+        (layer.graded_tile_bits, wanted.tile_bits),
+        (layer.graded_tile_scale, wanted.tile_scale),
+        (layer.graded_matrices, prepared.matrices),
         (layer.profile_thresholds, PROFILES),
         (layer.active_thresholds, PROFILES[0]),
     ):
@@ -249,8 +249,8 @@ def test_scales_and_thresholds_stay_float32_in_a_half_precision_model(dtype):
     finally:
         torch.set_default_dtype(before)
     wanted = layout.concat_outputs([toy.cases[n].weight for n in shapes])
-    assert torch.equal(layer.tile_scale, wanted.tile_scale) and torch.equal(layer.active_thresholds, PROFILES[0])
-    assert layer.weight_dense.dtype == dtype and layer.output_matrices.dtype == torch.float32
+    assert torch.equal(layer.graded_tile_scale, wanted.tile_scale) and torch.equal(layer.active_thresholds, PROFILES[0])
+    assert layer.weight_dense.dtype == dtype and layer.graded_matrices.dtype == torch.float32
     x = make_rows(2, 128, dtype)
     want = reference.decode_bitplane_ref(x, wanted, TRANSFORMS[wanted.output_transform.long()], PROFILES[0])
     assert relative_rms(layer.quant_method.apply(layer, x, None), want) <= OUTPUT_RMS[str(dtype).removeprefix("torch.")]
@@ -263,7 +263,7 @@ def test_processing_twice_changes_nothing_and_leaves_nothing_behind():
     layer.quant_method.process_weights_after_loading(layer)
     assert {n: p.data_ptr() for n, p in layer.named_parameters()}.keys() == before.keys()
     assert all(torch.equal(p, before[n]) for n, p in layer.named_parameters())
-    assert set(before) == {"weight_packed", "weight_dense", "tile_bits", "tile_scale", "output_matrices"}
+    assert set(before) == {"weight_dense", "weight_packed", "graded_tile_bits", "graded_tile_scale", "graded_matrices"}
     assert layer.tilequant_loading is None and "weight_loader" not in vars(layer)
 
 
@@ -432,7 +432,7 @@ def test_dummy_weights():
         toy, layer = gate_up(bias=True)
         layer.quant_method.process_weights_after_loading(layer)
     assert layer.quant_method.apply(layer, make_rows(2, 128), layer.bias).shape == (2, 256)
-    counts = {b: int((layer.tile_bits == b).sum()) for b in (4, 8)}
+    counts = {b: int((layer.graded_tile_bits == b).sum()) for b in (4, 8)}
     want = torch.cat([c.weight.tile_bits.flatten() for c in toy.cases.values()])
     assert counts == {b: int((want == b).sum()) for b in (4, 8)}
 
@@ -460,7 +460,9 @@ def test_the_op_is_traced_once_for_all_row_counts():
         torch.ops.tilequant.tile_linear,
         (
             make_rows(2, 128),
-            *(getattr(layer, n).data for n in ("weight_dense", "weight_packed", "tile_bits", "tile_scale", "output_matrices")),
+            layer.weight_dense.data,
+            [getattr(layer, name).data for name in layer.tilequant_graded],
+            False,
             None,
             layer.active_thresholds,
             8,

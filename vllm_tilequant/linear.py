@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,8 @@ from torch.nn import Parameter
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
 from vllm_tilequant import ops
-from vllm_tilequant.kernels import portable
+from vllm_tilequant.kernels.decode_weight import DecodeWeight
+from vllm_tilequant.kernels.dispatch import prepare
 from vllm_tilequant.parameters import LayerLoading, Member
 from vllm_tilequant.schema import NEVER, PROFILE_FULL, PROFILE_OFF, TILE
 
@@ -56,15 +58,18 @@ class TileQuantLinearMethod(LinearMethodBase):
         if not loading.arrived and self.config.dummy_weights:
             loading.fill_dummy()
         loaded = loading.finish()
-        weight = portable.prepare(loaded.weight, self.config.transforms, layer.tilequant_dtype)
+        weight = prepare(loaded.weight, self.config.transforms, layer.tilequant_dtype, self.settings.activation)
         loading.release()
         layer.tilequant_loading = None
-        # vLLM's LoRA and MLA look for a tensor of this name to learn a layer's device.
-        layer.weight_packed = Parameter(weight.codes, requires_grad=False)
         layer.weight_dense = Parameter(weight.dense, requires_grad=False)
-        layer.tile_bits = Parameter(weight.tile_bits, requires_grad=False)
-        layer.tile_scale = Parameter(weight.tile_scale, requires_grad=False)
-        layer.output_matrices = Parameter(weight.matrices, requires_grad=False)
+        layer.tilequant_kernel = isinstance(weight.graded, DecodeWeight)
+        layer.tilequant_graded = []  # names of the tensors of the graded form, in order
+        for f in fields(weight.graded):
+            if isinstance(tensor := getattr(weight.graded, f.name), torch.Tensor):
+                # vLLM's LoRA and MLA look for a tensor called `weight_packed` to learn a layer's device.
+                name = "weight_packed" if f.name == "codes" else f"graded_{f.name}"
+                layer.register_parameter(name, Parameter(tensor, requires_grad=False))
+                layer.tilequant_graded.append(name)
         layer.register_buffer("profile_thresholds", loaded.thresholds, persistent=False)
         layer.register_buffer("active_thresholds", torch.empty_like(loaded.thresholds[0]), persistent=False)
         self.set_profile(layer, self.settings.profile)
@@ -87,10 +92,8 @@ class TileQuantLinearMethod(LinearMethodBase):
         return ops.tile_linear(
             x,
             layer.weight_dense,
-            layer.weight_packed,
-            layer.tile_bits,
-            layer.tile_scale,
-            layer.output_matrices,
+            [getattr(layer, name) for name in layer.tilequant_graded],
+            layer.tilequant_kernel,
             bias,
             layer.active_thresholds,
             self.settings.graded_rows,

@@ -9,7 +9,9 @@ whatever the trace saw. Inside an opaque op it stays a branch.
 import torch
 from torch.library import Library, infer_schema, register_fake
 
-from vllm_tilequant.kernels import dispatch
+from vllm_tilequant.kernels.decode_weight import DecodeWeight
+from vllm_tilequant.kernels.dispatch import LinearWeight
+from vllm_tilequant.kernels.dispatch import tile_linear as dispatch
 from vllm_tilequant.kernels.portable import PortableWeight
 
 _NAMESPACE = "tilequant"
@@ -18,28 +20,29 @@ _NAMESPACE = "tilequant"
 def _tile_linear(
     x: torch.Tensor,
     dense: torch.Tensor,
-    codes: torch.Tensor,
-    tile_bits: torch.Tensor,
-    tile_scale: torch.Tensor,
-    matrices: torch.Tensor,
+    graded: list[torch.Tensor],
+    kernel: bool,
     bias: torch.Tensor | None,
     thresholds: torch.Tensor,
     graded_rows: int,
     activation: str,
 ) -> torch.Tensor:
-    """y = x W^T + bias, [..., K] -> [..., N]; arguments as `PortableWeight` and `dispatch.tile_linear` have them."""
-    weight = PortableWeight(dense, codes, tile_bits, tile_scale, matrices)
+    """y = x W^T + bias, [..., K] -> [..., N]; graded: the tensors of `DecodeWeight` (kernel) or `PortableWeight`, in order."""
+    form: DecodeWeight | PortableWeight
+    if kernel:
+        codes, meta, factor, transform, table = graded
+        form = DecodeWeight(codes, meta, factor, transform, table, *dense.shape)
+    else:
+        form = PortableWeight(*graded)
     x = x.contiguous()  # the products want rows without gaps; a caller may hand over a slice
-    return dispatch.tile_linear(x, weight, bias, thresholds, graded_rows=graded_rows, activation=activation)
+    return dispatch(x, LinearWeight(dense, form), bias, thresholds, graded_rows=graded_rows, activation=activation)
 
 
 def _tile_linear_fake(
     x: torch.Tensor,
     dense: torch.Tensor,
-    codes: torch.Tensor,
-    tile_bits: torch.Tensor,
-    tile_scale: torch.Tensor,
-    matrices: torch.Tensor,
+    graded: list[torch.Tensor],
+    kernel: bool,
     bias: torch.Tensor | None,
     thresholds: torch.Tensor,
     graded_rows: int,

@@ -1,0 +1,97 @@
+"""The plugin's op on both devices: dispatch by rows, tracing, and on a GPU the kernel under CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cases import ROWS, THRESHOLDS, TRANSFORMS, make_case, make_rows
+from tolerances import OUTPUT_RMS, relative_rms
+from vllm_tilequant.kernels import layout, reference
+from vllm_tilequant.kernels.decode_weight import DecodeWeight
+from vllm_tilequant.kernels.dispatch import LinearWeight, portable_reason, prepare
+from vllm_tilequant.ops import tile_linear
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def served(n, k, device, dtype, activation="group64"):
+    case = make_case(n, k)
+    return case, prepare(layout.to_device(case.weight, device), TRANSFORMS, dtype, activation)
+
+
+def call(x, w: LinearWeight, bias, thresholds, limit=8, activation="group64"):
+    kernel = isinstance(w.graded, DecodeWeight)
+    tensors = [t for t in vars(w.graded).values() if isinstance(t, torch.Tensor)]
+    return tile_linear(x, w.dense, tensors, kernel, bias, thresholds, limit, activation)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_number_of_rows_equals_the_reference(device, dtype):
+    case, w = served(576, 1536, device, dtype)
+    thresholds, bias = torch.tensor(THRESHOLDS["graded"], device=device), torch.randn(576).to(device, dtype)
+    for m in (*ROWS, 4, 5, 6):
+        x = make_rows(m, 1536, dtype)
+        got = call(x.to(device), w, bias, thresholds).cpu()
+        if m <= 8:
+            want = reference.decode_bitplane_ref(x, case.weight, case.matrices, thresholds.cpu(), bias.cpu())
+        else:
+            want = reference.linear_ref(x, case.weight, case.matrices, bias.cpu(), int8=True)
+        # Above the limit x and W are rounded to the dtype before the product: three roundings instead of one.
+        bound = OUTPUT_RMS[str(dtype).removeprefix("torch.")] * (1 if m <= 8 else 2)
+        assert relative_rms(got, want) <= bound, m
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_is_the_same_alone_and_in_any_batch(device):
+    _, w = served(576, 1536, device, torch.bfloat16)
+    thresholds = torch.tensor(THRESHOLDS["graded"], device=device)
+    rows = torch.cat([make_rows(4, 1536, torch.bfloat16, seed=s) for s in (1, 2)]).to(device)
+    alone = torch.cat([call(rows[i : i + 1], w, None, thresholds) for i in range(8)])
+    for m in range(2, 9):
+        assert torch.equal(call(rows[:m], w, None, thresholds), alone[:m])
+        assert torch.equal(call(rows[8 - m :], w, None, thresholds), alone[8 - m :])
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_the_kernel_unless_activations_stay_float():
+    device = torch.device("cuda")
+    assert isinstance(served(64, 128, device, torch.bfloat16)[1].graded, DecodeWeight)
+    assert not isinstance(served(64, 128, device, torch.bfloat16, "none")[1].graded, DecodeWeight)
+
+
+def test_the_choice_of_the_portable_path_says_why():
+    cpu = torch.device("cpu")
+    assert "no CUDA GPU" in portable_reason(64, 64, torch.bfloat16, cpu, "group64")
+    assert "INT8" in portable_reason(64, 64, torch.bfloat16, cpu, "none")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2, 4, 8])
+def test_one_captured_graph_serves_every_profile(m):
+    """Thresholds are read when a graph is replayed, outputs are poisoned before."""
+    case, w = served(576, 1536, "cuda", torch.bfloat16)
+    x = make_rows(m, 1536, torch.bfloat16)
+    on_gpu, thresholds = x.cuda(), torch.tensor(THRESHOLDS["graded"], device="cuda")
+    call(on_gpu, w, None, thresholds)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call(on_gpu, w, None, thresholds)
+    for values in (THRESHOLDS["graded"], THRESHOLDS["full"], THRESHOLDS["skip2and6"]):
+        thresholds.copy_(torch.tensor(values))
+        y.fill_(float("nan"))
+        graph.replay()
+        want = reference.decode_bitplane_ref(x, case.weight, case.matrices, torch.tensor(values))
+        assert relative_rms(y.cpu(), want) <= OUTPUT_RMS["bfloat16"]
+        assert torch.equal(y, call(on_gpu, w, None, thresholds))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_compiled_model_still_chooses_by_rows(device):
+    _, w = served(192, 320, device, torch.float32)
+    thresholds = torch.tensor(THRESHOLDS["graded"], device=device)
+    graph = torch.compile(lambda x: call(x, w, None, thresholds), backend="eager", fullgraph=True, dynamic=True)
+    for m in (20, 9, 8, 3):
+        x = make_rows(m, 320).to(device)
+        assert torch.equal(graph(x), call(x, w, None, thresholds))
