@@ -20,10 +20,13 @@ def served(n, k, device, dtype, activation="group64"):
     return case, prepare(layout.to_device(case.weight, device), TRANSFORMS, dtype, activation)
 
 
+def arguments(w: LinearWeight):
+    """The op's arguments that stand for a weight."""
+    return w.dense, [t for t in vars(w.graded).values() if isinstance(t, torch.Tensor)], isinstance(w.graded, DecodeWeight)
+
+
 def call(x, w: LinearWeight, bias, thresholds, limit=8, activation="group64"):
-    kernel = isinstance(w.graded, DecodeWeight)
-    tensors = [t for t in vars(w.graded).values() if isinstance(t, torch.Tensor)]
-    return tile_linear(x, w.dense, tensors, kernel, bias, thresholds, limit, activation)
+    return tile_linear(x, *arguments(w), bias, thresholds, limit, activation)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -91,7 +94,12 @@ def test_one_captured_graph_serves_every_profile(m):
 def test_a_compiled_model_still_chooses_by_rows(device):
     _, w = served(192, 320, device, torch.float32)
     thresholds = torch.tensor(THRESHOLDS["graded"], device=device)
-    graph = torch.compile(lambda x: call(x, w, None, thresholds), backend="eager", fullgraph=True, dynamic=True)
+    dense, tensors, kernel = arguments(w)
+
+    def model(x):
+        return tile_linear(x, dense, tensors, kernel, None, thresholds, 8, "group64")
+
+    graph = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     for m in (20, 9, 8, 3):
         x = make_rows(m, 320).to(device)
         assert torch.equal(graph(x), call(x, w, None, thresholds))
