@@ -55,7 +55,34 @@ def quality() -> str:
     )
 
 
-TABLES = {"quality": quality}
+def decode() -> str:
+    """Microseconds of the graded GEMV beside its peers, at the levels' four mixes."""
+    data = json.loads((RESULTS / "decode_bitplane.h200.json").read_text())
+    rows = [
+        {
+            "N × K": f"{r['N']} × {r['K']}",
+            "rows": r["M"],
+            "loaded bits": r["loaded_bits"],
+            "µs": r["us"],
+            "× Marlin 4-bit": r["us"] / r["peers_us"]["marlin4"],
+            "Marlin 4-bit µs": r["peers_us"]["marlin4"],
+            "INT8 µs": r["peers_us"]["cutlass_int8"],
+            "bf16 µs": r["peers_us"]["bf16"],
+        }
+        for r in data["rows"]
+    ]
+    columns = {"N × K": "", "rows": "d", "loaded bits": ".2f", "µs": ".1f", "× Marlin 4-bit": ".2f"}
+    columns |= {"Marlin 4-bit µs": ".1f", "INT8 µs": ".1f", "bf16 µs": ".1f"}
+    return (
+        "One decode step of one linear, weights with 60 % of the tiles at 4 bits, levels drawn per channel, preparation and "
+        f"reduction included, CUDA-graph replay over rotated weights; peers in the same run. {data['device']}, "
+        f"{data['measured_at'][:10]}, `python benchmarks/bench_decode_bitplane.py` "
+        f"([JSON](benchmarks/results/decode_bitplane.h200.json)). With more rows, more channels are wanted by one of them.\n\n"
+        f"{report.table(rows, columns)}"
+    )
+
+
+TABLES = {"quality": quality, "decode": decode}
 
 
 def updated(text: str) -> str:
