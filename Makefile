@@ -24,8 +24,8 @@ quickstart: env-calibrate env-serve ## quantize a model, check it, serve it, ask
 	  $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)')
 
 test: lint typecheck env-serve ## lint, types, then the tests of both environments
-	$(CALIBRATE)/python -m pytest --side calibrate $(PYTEST_ARGS)
-	$(SERVE)/python -m pytest --side serve $(PYTEST_ARGS)
+	$(CALIBRATE)/python -m pytest --side=calibrate tests $(PYTEST_ARGS)
+	$(SERVE)/python -m pytest --side=serve tests $(PYTEST_ARGS)
 
 lint: env-calibrate ## ruff, no changes
 	$(CALIBRATE)/ruff check .
