@@ -98,30 +98,27 @@ def watch_inputs(
             model.base_model(**model_inputs(batch, device), use_cache=False)  # without the head: no logits are needed
 
 
-def watch_gradients(
-    model: PreTrainedModel,
-    modules: dict[str, nn.Linear],
-    batches: Iterable[Batch],
-    use: Callable[[str, Tensor, Tensor], None],
-) -> None:
-    """Forward and backward of the summed next-token loss; `use` gets (name, inputs [M, K], output gradients [M, N]).
+@contextmanager
+def observing_gradients(
+    model: PreTrainedModel, modules: dict[str, nn.Linear], use: Callable[[str, Tensor, Tensor], None]
+) -> Iterator[None]:
+    """Inside, every backward pass hands `use` (name, inputs [M, K], output gradients [M, N]) of each module.
 
-    No weight gradient is ever made: all parameters are frozen, the graph starts at the embeddings. Padding is neither target
-    nor row. Raises `ValueError` when a gradient is not finite, with the module's name.
+    No weight gradient is ever made: all parameters are frozen, the graph starts at the embeddings. Raises `ValueError` when a
+    gradient is not finite, with the module's name.
     """
-    device = next(model.parameters()).device
     frozen = [(p, p.requires_grad) for p in model.parameters()]
-    mask: Tensor | None = None
 
     def on_output(name: str) -> Callable:
         def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
+            if not output.requires_grad:  # a pass without gradients in between
+                return
             x = args[0].detach()
 
             def on_gradient(g: Tensor) -> None:
                 if not bool(g.isfinite().all()):
                     raise ValueError(f"the loss gradient at {name} is not finite: check the model's dtype and the text")
-                rows, grads = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-                use(name, rows[mask], grads[mask])
+                use(name, x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1]))
 
             output.register_hook(on_gradient)
 
@@ -134,16 +131,44 @@ def watch_gradients(
         for p, _ in frozen:
             p.requires_grad_(False)
         with hooked(hooks), torch.enable_grad():
-            for batch in batches:
-                valid = token_mask(batch).to(device)
-                mask = valid.flatten()
-                inputs = model_inputs(batch, device)
-                logits = model(**inputs, use_cache=False).logits
-                labels = inputs["input_ids"].masked_fill(~valid, -100)
-                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
-                if not bool(loss.isfinite()):
-                    raise ValueError("the calibration loss is not finite: check the model's dtype and the text")
-                loss.backward()
+            yield
     finally:
         for p, wanted in frozen:
             p.requires_grad_(wanted)
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Summed cross entropy in float32. logits: [..., V]; labels: [...] int64, -100 where there is no target.
+
+    Raises `ValueError` when it is not finite.
+    """
+    loss = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="sum")
+    if not bool(loss.isfinite()):
+        raise ValueError("the calibration loss is not finite: check the model's dtype and the text")
+    return loss
+
+
+def watch_gradients(
+    model: PreTrainedModel,
+    modules: dict[str, nn.Linear],
+    batches: Iterable[Batch],
+    use: Callable[[str, Tensor, Tensor], None],
+) -> None:
+    """Forward and backward of the summed next-token loss; `use` as in `observing_gradients`.
+
+    Padding is neither target nor row.
+    """
+    device = next(model.parameters()).device
+    mask: Tensor | None = None
+
+    def rows(name: str, x: Tensor, gradient: Tensor) -> None:
+        use(name, x[mask], gradient[mask])
+
+    with observing_gradients(model, modules, rows):
+        for batch in batches:
+            valid = token_mask(batch).to(device)
+            mask = valid.flatten()
+            inputs = model_inputs(batch, device)
+            logits = model(**inputs, use_cache=False).logits
+            labels = inputs["input_ids"].masked_fill(~valid, -100)
+            token_loss(logits[:, :-1], labels[:, 1:]).backward()

@@ -40,7 +40,7 @@ def build_schema(result: Result, linears: dict[str, nn.Linear], profiles: list[s
         quant_method=s.QUANT_METHOD,
         format_version=s.FORMAT_VERSION,
         tile=s.TILE,
-        max_bits=8,
+        max_bits=result.max_bits,
         transforms=result.transforms,
         profiles=s.Profiles(names=profiles, default=default),
         ignore=ignore,

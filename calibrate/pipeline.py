@@ -1,7 +1,8 @@
 """The order of work of a calibration, each step feeding the next.
 
-statistics of the inputs -> scales for 4 and 8 bits -> tile scores from loss gradients -> map under the model-wide budget ->
-codes by GPTQ under the map -> thresholds of every profile.
+statistics of the inputs -> output transforms and scales for narrow and wide tiles -> tile scores -> map under the model-wide
+budget -> codes by GPTQ under the map -> thresholds of every profile. Scores need gradients of causal passes, and where decode
+steps count, provisional thresholds with all tiles wide.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from loguru import logger
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vllm_tilequant.calibrate import quantize
-from vllm_tilequant.calibrate.allocation import allocate, random_scores
-from vllm_tilequant.calibrate.capture import Batch, Group, find_groups, token_mask, watch_gradients, watch_inputs
-from vllm_tilequant.calibrate.sensitivity import rotate_gradient, tile_scores
+from vllm_tilequant.calibrate import quantize, sensitivity
+from vllm_tilequant.calibrate.allocation import NARROW, allocate, narrow_tiles, random_scores
+from vllm_tilequant.calibrate.capture import Batch, Group, find_groups, token_mask, watch_inputs
 from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.calibrate.thresholds import GroupStatistics, Histogram, optimal_thresholds, percentile_thresholds
 from vllm_tilequant.kernels import layout
+from vllm_tilequant.kernels.portable import PortableWeight
 from vllm_tilequant.schema import TILE, Transform
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 HESSIAN_BYTES = 4 << 30
 #: Rows of a record whose magnitudes enter the threshold histograms.
 _HISTOGRAM_ROWS = 128
+#: Average of loaded bits under which the decode phase is scored, before any profile is known.
+_PROVISIONAL_BITS = 3.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Result:
     weights: dict[str, layout.PackedWeight]
     thresholds: dict[str, Tensor]
     transforms: list[Transform]
+    max_bits: int
     report: dict
 
 
@@ -50,20 +54,19 @@ class Calibration:
 
     def __init__(self, model: PreTrainedModel, linears: dict[str, nn.Linear], batches: list[Batch], settings: Settings):
         self.model, self.linears, self.batches, self.settings = model, linears, batches, settings
-        self.transform = (
-            Transform(kind="randomized_hadamard", seed=settings.output_seed)
-            if settings.output_transform == "hadamard"
-            else Transform(kind="identity")
-        )
-        self.matrix = layout.transform_matrix(self.transform)
+        self.transforms = _transforms(settings)
+        self.matrices = layout.transform_stack(self.transforms)
         self.report: dict = {"seconds": {}}
 
     def run(self) -> Result:
+        s = self.settings
+        self.narrow = narrow_tiles(self._tile_shapes(), s.w4_share, s.stored_bits, s.max_bits, len(s.profiles))
         was_training = self.model.training
         self.model.eval()
         try:
             with self._step("inputs"):
                 self.groups = find_groups(self.model, self.linears, self.batches[0])
+                self.group_of = {member: g for g in self.groups for member in g.members}
                 self._read_inputs()
             with self._step("scales"):
                 self._search_scales()
@@ -75,7 +78,7 @@ class Calibration:
                 thresholds = self._make_thresholds()
         finally:
             self.model.train(was_training)
-        return Result(self.groups, self.weights, thresholds, [self.transform], self.report)
+        return Result(self.groups, self.weights, thresholds, self.transforms, self.settings.max_bits, self.report)
 
     # ---- steps
 
@@ -94,44 +97,90 @@ class Calibration:
 
     @torch.no_grad()
     def _search_scales(self) -> None:
+        wide = self.settings.max_bits
         self.scales: dict[str, dict[int, Tensor]] = {}
         self.deltas: dict[str, Tensor] = {}
+        self.transform_index: dict[str, Tensor] = {}  # [N/64] uint8
         for group in self._progress(self.groups, "scales"):
-            squares = (self.squares[group.name] / self.tokens).float()
             for name in group.members:
+                self._choose_transforms(name)
                 w = self._rotated(name)
-                h = squares.to(w.device) if self.settings.scales == "activation" else None
-                if self.settings.scales == "absmax":
-                    found = {b: quantize.absmax_scale(w, b) for b in (4, 8)}
-                else:
-                    found = {b: quantize.search_scale(w, b, h, nested=b == 8) for b in (4, 8)}
+                found = {b: self._scale(name, w, b) for b in {NARROW, wide}}
                 self.scales[name] = {b: s.cpu() for b, s in found.items()}
-                # W4 - W8, needed once per record: 2 bytes a weight cost less than rounding anew every time.
-                reads = [quantize.read_uniform(w, scale, bits) for bits, scale in found.items()]
+                # W4 - wide, needed once per record: 2 bytes a weight cost less than rounding anew every time.
+                reads = [quantize.read_uniform(w, found[bits], bits) for bits in (NARROW, wide)]
                 self.deltas[name] = (reads[0] - reads[1]).bfloat16()
 
+    def _scale(self, name: str, w: Tensor, bits: int) -> Tensor:
+        """[N/64, K/64] for the rotated weight w of a linear."""
+        if self.settings.scales == "absmax":
+            return quantize.absmax_scale(w, bits)
+        h = self._channel_weight(name).to(w.device) if self.settings.scales == "activation" else None
+        return quantize.search_scale(w, bits, h, nested=bits != NARROW)
+
+    def _choose_transforms(self, name: str) -> None:
+        """Per output tile the transform with the least activation-weighted 4-bit error, the first among equals."""
+        linear = self.linears[name]
+        index = torch.zeros(linear.out_features // TILE, dtype=torch.uint8)
+        if len(self.transforms) > 1:
+            weight = linear.weight.detach().float()
+            h = self._channel_weight(name).to(weight.device)
+            errors = []
+            for matrix in self.matrices:
+                w = layout.rotate_outputs(weight, matrix.to(weight.device).float())
+                errors.append(quantize.output_tile_errors(w, self._scale(name, w, NARROW), NARROW, h))
+            index = torch.stack(errors).argmin(0).to("cpu", torch.uint8)
+        self.transform_index[name] = index
+
     def _score(self) -> None:
-        """Tile scores, and E[g^2] per output (rotated), which weighs the level errors of the thresholds."""
-        self.output_weight = {n: torch.zeros(m.out_features, dtype=torch.float64) for n, m in self.linears.items()}
-        scores = {
-            n: torch.zeros(m.out_features // TILE, m.in_features // TILE, dtype=torch.float64) for n, m in self.linears.items()
-        }
+        """The map, and E[g^2] per output (rotated), which weighs the level errors of the thresholds."""
+        kind = self.settings.scores
         batches = self.batches[: self.settings.score_samples]
-
-        def use(name: str, x: Tensor, gradient: Tensor) -> None:
-            with torch.no_grad():
-                g = rotate_gradient(gradient.float(), self.matrix.to(gradient.device).float())
-                self.output_weight[name] += g.square().sum(0).double().cpu()
-                scores[name] += tile_scores(x.float(), g, self.deltas[name].float()).cpu()
-
-        watch_gradients(self.model, self.linears, self._progress(batches, "scores"), use)
+        matrices = {n: self._matrices(n) for n in self.linears}
+        prefill, self.output_weight = sensitivity.prefill_scores(
+            self.model, self.linears, self._progress(batches, "prefill scores"), matrices, self.deltas
+        )
+        if self.settings.max_bits == NARROW:  # nothing to choose, and W4 - wide is zero
+            self.tile_bits = {n: torch.full_like(s, NARROW, dtype=torch.uint8) for n, s in prefill.items()}
+            return
+        phases: dict[str, sensitivity.Scores] = {}
+        if kind == "random":
+            phases[kind] = random_scores(self._tile_shapes(), self.settings.seed)
+        elif kind == "activation":
+            phases[kind] = sensitivity.activation_scores(self.deltas, self._channel_weight)
+        if kind in ("prefill", "joint"):
+            phases["prefill"] = prefill
+        if kind in ("decode", "joint"):
+            phases["decode"] = self._decode_scores(batches)
         self.deltas.clear()
-        tokens = sum(int(token_mask(b).sum()) for b in batches)
-        self.output_weight = {n: f / tokens for n, f in self.output_weight.items()}
-        if self.settings.scores == "random":
-            scores = random_scores({n: (s.shape[0], s.shape[1]) for n, s in scores.items()}, self.settings.seed)
-        self.tile_bits = allocate(scores, self.settings.w4_fraction)
+        scores = sensitivity.combine(phases.values())
+        self.tile_bits = allocate(scores, self.narrow, self.settings.max_bits)
         self.report["score_mass"] = {n: float(s.sum()) for n, s in scores.items()}
+
+    def _decode_scores(self, batches: list[Batch]) -> sensitivity.Scores:
+        wide = self.settings.max_bits
+        weights: dict[str, PortableWeight] = {}
+        statistics: dict[str, GroupStatistics] = {}
+        for group in self._progress(self.groups, "provisional thresholds"):
+            w = torch.cat([self._rotated(n) for n in group.members])
+            scale = torch.cat([self.scales[n][wide] for n in group.members]).to(w.device)
+            bits = torch.full_like(scale, wide, dtype=torch.uint8)
+            q = quantize.round_to_nearest(w, scale, bits)
+            statistics[group.name] = self._group_statistics(group, w, q, scale, bits)
+            aligned = layout.align_codes(quantize.to_unsigned(q, bits), bits)
+            start = 0
+            for name in group.members:
+                rows = slice(start, start + self.linears[name].out_features)
+                tiles = slice(rows.start // TILE, rows.stop // TILE)
+                codes = aligned[rows].T.contiguous()
+                weights[name] = PortableWeight(codes, bits[tiles], scale[tiles], self._matrices(name))
+                start = rows.stop
+        found = optimal_thresholds(statistics, _PROVISIONAL_BITS)
+        thresholds = {n: found[g.name].to(weights[n].codes.device) for g in self.groups for n in g.members}
+        return sensitivity.decode_scores(
+            self.model, self.linears, self._progress(batches, "decode scores"), self.deltas, weights, thresholds,
+            scored=self.settings.score_steps,
+        )  # fmt: skip
 
     def _make_codes(self) -> None:
         self.weights: dict[str, layout.PackedWeight] = {}
@@ -145,20 +194,15 @@ class Calibration:
     def _quantize_group(self, group: Group, hessian: Tensor | None) -> None:
         w = torch.cat([self._rotated(n) for n in group.members])
         bits = torch.cat([self.tile_bits[n] for n in group.members]).to(w.device)
-        scale4, scale8 = (torch.cat([self.scales[n][b] for n in group.members]).to(w.device) for b in (4, 8))
-        scale = torch.where(bits == 4, scale4, scale8)
+        wide = self.settings.max_bits
+        narrow_scale, wide_scale = (torch.cat([self.scales[n][b] for n in group.members]).to(w.device) for b in (NARROW, wide))
+        scale = torch.where(bits == NARROW, narrow_scale, wide_scale)
         if hessian is None:
             q = quantize.round_to_nearest(w, scale, bits)
         else:
             q = quantize.gptq(w, scale, bits, hessian.to(w.device), self.settings.damping)
-        output_weight = torch.cat([self.output_weight[n] for n in group.members]).to(w.device)
-        self.statistics[group.name] = GroupStatistics(
-            self.histograms[group.name],
-            quantize.level_errors(w, q, scale, bits, output_weight).cpu(),
-            layout.level_cost(bits).cpu(),
-            w.numel(),
-        )
-        index = torch.zeros(bits.shape[0], dtype=torch.uint8, device=w.device)
+        self.statistics[group.name] = self._group_statistics(group, w, q, scale, bits)
+        index = torch.cat([self.transform_index[n] for n in group.members]).to(w.device)
         packed = layout.to_device(layout.pack(quantize.to_unsigned(q, bits), bits, scale.float(), index), "cpu")
         start = 0
         for name in group.members:
@@ -202,9 +246,32 @@ class Calibration:
             size += needed
         yield chunk
 
+    def _group_statistics(self, group: Group, w: Tensor, q: Tensor, scale: Tensor, bits: Tensor) -> GroupStatistics:
+        """w, q: [N, K] rotated weight and signed codes of all members; scale, bits: [N/64, K/64]."""
+        if self.settings.level_errors == "stored":
+            w = quantize.read_at(q, scale, bits, self.settings.max_bits)
+        output_weight = torch.cat([self.output_weight[n] for n in group.members]).to(w.device)
+        return GroupStatistics(
+            self.histograms[group.name],
+            quantize.level_errors(w, q, scale, bits, output_weight).cpu(),
+            layout.level_cost(bits).cpu(),
+            w.numel(),
+        )
+
     def _rotated(self, name: str) -> Tensor:
-        w = self.linears[name].weight.detach().float()
-        return layout.rotate_outputs(w, self.matrix.to(w.device).float())
+        return layout.rotate_outputs(self.linears[name].weight.detach().float(), self._matrices(name))
+
+    def _matrices(self, name: str) -> Tensor:
+        """U of every output tile of a linear: [N/64, 64, 64] float32 on its device."""
+        matrices = self.matrices[self.transform_index[name].long()]
+        return matrices.to(self.linears[name].weight.device).float()
+
+    def _channel_weight(self, name: str) -> Tensor:
+        """E[x_i^2] of a linear's input, [K] float32."""
+        return (self.squares[self.group_of[name].name] / self.tokens).float()
+
+    def _tile_shapes(self) -> dict[str, tuple[int, int]]:
+        return {n: (m.out_features // TILE, m.in_features // TILE) for n, m in self.linears.items()}
 
     def _first_members(self, groups: list[Group]) -> dict[str, nn.Linear]:
         return {g.name: self.linears[g.name] for g in groups}
@@ -217,6 +284,14 @@ class Calibration:
 
     def _step(self, name: str) -> _Step:
         return _Step(name, self.report["seconds"])
+
+
+def _transforms(settings: Settings) -> list[Transform]:
+    """The checkpoint's transforms, to be addressed per output tile."""
+    if settings.output_transform == "none":
+        return [Transform(kind="identity")]
+    n = settings.output_seeds if settings.output_transform == "best" else 1
+    return [Transform(kind="randomized_hadamard", seed=settings.output_seed + i) for i in range(n)]
 
 
 class _Step:

@@ -14,10 +14,11 @@ from torch import Tensor
 from vllm_tilequant.kernels.layout import expand_tiles
 from vllm_tilequant.schema import LEVELS, TILE
 
-#: Weights of the nested objective for 8-bit tiles: a decode step reads most of their channels at fewer bits.
-NESTED = {8: 0.9, 4: 0.1}
+#: Weights of the nested objective for wide tiles, at their own width and read at 4 bits: a decode step reads most of their
+#: channels at fewer bits.
+NESTED = (0.9, 0.1)
 #: Scale candidates as fractions of the absmax scale: coarse grid, then a fine one around the best.
-_RANGE = {4: (0.25, 1.25), 8: (0.6, 1.0625)}
+_RANGE = {4: (0.25, 1.25), 6: (0.4375, 1.125), 8: (0.6, 1.0625)}
 _COARSE, _FINE = 1 / 16, 1 / 128
 _SMALLEST_SCALE = 2.0**-100  # zero and denormal tiles: finite, positive, and their codes are exactly zero
 
@@ -47,7 +48,7 @@ def absmax_scale(weight: Tensor, bits: int) -> Tensor:
 def search_scale(weight: Tensor, bits: int, channel_weight: Tensor | None, nested: bool) -> Tensor:
     """The scale of every tile that minimises sum_i h_i (w - s q)^2 over a grid of fractions of the absmax scale.
 
-    weight: [N, K]; channel_weight: [K] h_i = E[x_i^2], or None for the plain squared error; nested: weigh the error at 8 bits
+    weight: [N, K]; channel_weight: [K] h_i = E[x_i^2], or None for the plain squared error; nested: weigh the error at `bits`
     with that of the same codes read at 4 bits (`NESTED`). -> [N/64, K/64] float32
     """
     base = absmax_scale(weight, bits)
@@ -58,7 +59,7 @@ def search_scale(weight: Tensor, bits: int, channel_weight: Tensor | None, neste
         s = _broadcast(scale)
         q = (t / s).round_().clamp_(*code_range(bits))
         total = torch.zeros_like(scale)
-        for kept, weight_of in NESTED.items() if nested else ((bits, 1.0),):
+        for kept, weight_of in zip((bits, 4), NESTED, strict=True) if nested else ((bits, 1.0),):
             drop = bits - kept
             read = q if drop == 0 else (q / 2**drop).floor_().mul_(2**drop).add_((2**drop - 1) / 2)
             e = (read * s).sub_(t).square_()
@@ -148,6 +149,16 @@ def read_at(q: Tensor, scale: Tensor, tile_bits: Tensor, level: int) -> Tensor:
     drop = _broadcast(torch.exp2(tile_bits.float() - tile_bits.float().clamp_max(level)))
     t = (_tiles(q) / drop).floor() * drop + (drop - 1) / 2
     return (t * _broadcast(scale)).view(q.shape)
+
+
+def output_tile_errors(weight: Tensor, scale: Tensor, bits: int, channel_weight: Tensor | None) -> Tensor:
+    """Error of rounding to `bits`, per output tile: sum over its rows and all inputs of h_i (w - s q)^2. [N/64]
+
+    weight: [N, K]; scale: [N/64, K/64]; channel_weight: [K] h_i, or None for ones
+    """
+    e = read_uniform(weight, scale, bits).sub_(weight).square_()
+    per_row = e.sum(1) if channel_weight is None else e @ channel_weight
+    return per_row.view(-1, TILE).sum(1)
 
 
 def level_errors(weight: Tensor, q: Tensor, scale: Tensor, tile_bits: Tensor, output_weight: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ def _recipe(recipe: Path | None, seed: int, w4_fraction: float | None) -> dict:
     settings.setdefault("seed", seed)
     if w4_fraction is not None:
         settings["w4_fraction"] = w4_fraction
+        settings.pop("stored_bits", None)  # the other way to say a budget
     return settings
 
 

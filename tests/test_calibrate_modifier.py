@@ -142,6 +142,34 @@ def test_a_recipe_file_sets_the_fields(model, text, tmp_path):
     assert summary.profiles == ["low"] and summary.tile_counts[4] == round(0.25 * sum(summary.tile_counts.values()))
 
 
+@pytest.mark.parametrize(("wide", "stored_bits"), [(8, 5.3), (6, 4.7), (4, 4.3), (8, 9.0)])
+def test_a_budget_in_stored_bits_counts_everything_that_is_stored(model, text, tmp_path, wide, stored_bits):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"stored_bits: {stored_bits}\nmax_bits: {wide}\ncodes: rtn\nprofiles: {{low: 2.0}}\ndefault_profile: low\n"
+        "output_transform: best\noutput_seeds: 3\nscores: joint\n"
+    )
+    quantize(str(model), tmp_path / "out", data=text, samples=2, length=32, seed=0, recipe=recipe)
+    summary = verify(tmp_path / "out")
+    schema = Checkpoint.open(tmp_path / "out").schema
+    assert schema.max_bits == wide and len(schema.transforms) == 3
+    assert set(summary.tile_counts) <= {4, wide}
+    assert summary.stored_bits <= stored_bits
+    if summary.tile_counts.get(4, 0) and wide > 4:  # one wide tile more would not fit
+        one = (wide - 4) / sum(summary.tile_counts.values())
+        assert summary.stored_bits + one > stored_bits
+    assert (summary.tile_counts.get(wide, 0) > 0) == (wide == 4 or stored_bits > 4.5)
+    source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    dense = load_dense(tmp_path / "out", dtype=torch.float32).state_dict()
+    assert all((dense[n] - t).norm() < 0.2 * t.norm() for n, t in source.items())
+
+
+def test_a_budget_below_four_bits_everywhere_is_refused(model, text, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("stored_bits: 4.0\n")
+    refuses(ValueError, "4 bits everywhere this model stores 4.0", str(model), out=tmp_path / "o", data=text, recipe=recipe)
+
+
 def refuses(error, message, *args, out, **kwargs):
     with pytest.raises(error, match=message):
         quantize(*args, out, samples=2, length=32, seed=0, **({"data": None} | kwargs))

@@ -142,18 +142,18 @@ def test_tile_scores_equal_the_formula_written_out():
 
 def test_the_budget_is_model_wide_and_ties_are_broken_in_order():
     scores = {"b": torch.tensor([[3.0, 1.0]]), "a": torch.tensor([[1.0, 1.0], [9.0, 2.0]])}
-    tile_bits = allocate(scores, 0.5)
+    tile_bits = allocate(scores, 3)
     assert tile_bits["b"].tolist() == [[8, 4]] and tile_bits["a"].tolist() == [[4, 4], [8, 8]]
-    assert all(bool((m == 8).all()) for m in allocate(scores, 0.0).values())
-    assert all(bool((m == 4).all()) for m in allocate(scores, 1.0).values())
+    assert all(bool((m == 8).all()) for m in allocate(scores, 0).values())
+    assert all(bool((m == 4).all()) for m in allocate(scores, 6).values())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
 def test_scores_that_make_no_sense_stop_with_the_module_name(value):
     with pytest.raises(ValueError, match=r"\['x.bad'\]"):
-        allocate({"ok": torch.ones(1, 1), "x.bad": torch.tensor([[1.0, value]])}, 0.5)
+        allocate({"ok": torch.ones(1, 1), "x.bad": torch.tensor([[1.0, value]])}, 1)
     with pytest.raises(ValueError, match=r"\['x.zero'\]"):
-        allocate({"x.zero": torch.zeros(2, 2)}, 0.5)
+        allocate({"x.zero": torch.zeros(2, 2)}, 1)
 
 
 # ---- thresholds
@@ -228,6 +228,7 @@ def test_percentile_thresholds_give_the_wanted_shares():
 
 def test_settings_are_validated():
     assert Settings().default_profile == "3.0"
+    assert (Settings().w4_share, Settings(w4_fraction=0.0).w4_share, Settings(max_bits=4).w4_share) == (0.6, 0.0, 1.0)
     for wrong, message in (
         ({"w4_fraction": 1.5}, "w4_fraction"),
         ({"profiles": {"off": 3.0}}, "'full' or 'off'"),
@@ -235,6 +236,12 @@ def test_settings_are_validated():
         ({"profiles": {"3.0": [0.5, 0.5, 0, 0, 0]}}, "average of loaded bits"),
         ({"thresholds": "percentile", "profiles": {"3.0": [0.5, 0.6, 0, 0, 0]}}, "sum to 1"),
         ({"codes": "awq"}, "codes"),
+        ({"w4_fraction": 0.5, "stored_bits": 5.0}, "give one of them"),
+        ({"max_bits": 4, "w4_fraction": 0.5}, "every tile 4-bit"),
+        ({"max_bits": 5}, "max_bits"),
+        ({"scores": "weights"}, "scores"),
+        ({"score_steps": 0}, "score_steps"),
+        ({"output_seeds": 0}, "output_seeds"),
         ({"unknown": 1}, "unknown"),
     ):
         with pytest.raises(ValueError, match=message):

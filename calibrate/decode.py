@@ -1,0 +1,115 @@
+"""Loss gradients of decode steps: one token at a time, behind a KV cache, under the graded product.
+
+AlignQuant's decode phase: a prefix fills the cache, then the text's own tokens are fed one by one, and some of the steps are
+differentiated. The products of these steps are graded, as a server computes them; the backward pass goes straight through to
+the original weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_tilequant.calibrate.capture import Batch, hooked, observing_gradients, token_loss, token_mask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Tokens at the end of a record that are decoded one by one, where the record is at least twice as long.
+DECODE_TOKENS = 32
+_SHORTEST = 3  # tokens of a record: one of prefix, one step, its target
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The value of one tensor with the gradient of another."""
+
+    @staticmethod
+    def forward(ctx: Any, differentiated: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+@contextmanager
+def replaced_products(modules: dict[str, nn.Linear], product: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Inside, each module's output is `product(name, x [M, K]) -> [M, N]`; its gradient is still that of the module's weight.
+
+    The hooks go before those already there, so that observers see the replaced output.
+    """
+
+    def on_output(name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            x = args[0].detach()
+            with torch.no_grad():
+                value = product(name, x.reshape(-1, x.shape[-1])).view(output.shape).to(output.dtype)
+            return _StraightThrough.apply(output, value)
+
+        return hook
+
+    with hooked(m.register_forward_hook(on_output(n), prepend=True) for n, m in modules.items()):
+        yield
+
+
+def decode_steps(length: int, scored: int) -> tuple[int, list[int]]:
+    """Tokens of the prefix, and positions of the tokens whose step is scored: `scored` of the decoded ones, evenly spaced.
+
+    The last `DECODE_TOKENS` tokens that have a successor are decoded; shorter records decode their second half. Raises
+    `ValueError` when a record is too short to have a prefix and a target.
+    """
+    if length < _SHORTEST:
+        raise ValueError(f"decode scores need records of at least {_SHORTEST} tokens, got one of {length}")
+    window = min(DECODE_TOKENS, length // 2)
+    scored = min(scored, window)
+    first = length - 1 - window  # the last token is only a target
+    return first, [first + (i + 1) * window // scored - 1 for i in range(scored)]
+
+
+def watch_decode(
+    model: PreTrainedModel,
+    modules: dict[str, nn.Linear],
+    batches: Iterable[Batch],
+    product: Callable[[str, Tensor], Tensor],
+    use: Callable[[str, Tensor, Tensor], None],
+    *,
+    scored: int,
+) -> int:
+    """Teacher-forced decode steps of every record; `use` gets (name, input [1, K], output gradient [1, N]) of scored ones.
+
+    product: (name, x [M, K]) -> [M, N], the graded product. The prefix runs with the model's own weights (prompts are served
+    at stored precision, which is close to them), all later tokens with `product`; the keys and values of earlier steps are
+    constants. Records are taken out of their batch without padding. Returns how many steps were scored.
+    """
+    device = next(model.parameters()).device
+    steps = 0
+    with observing_gradients(model, modules, use):
+        for batch in batches:
+            for ids, valid in zip(batch["input_ids"], token_mask(batch), strict=True):
+                record = ids[valid][None].to(device)
+                done, positions = decode_steps(record.shape[1], scored)
+                with torch.no_grad():
+                    cache = model.base_model(input_ids=record[:, :done], use_cache=True).past_key_values
+                with replaced_products(modules, product):
+                    for at in positions:
+                        if at > done:  # steps between: each row of a graded product has its own levels, so one call serves
+                            with torch.no_grad():
+                                model.base_model(input_ids=record[:, done:at], past_key_values=cache, use_cache=True)
+                        logits = model(input_ids=record[:, at : at + 1], past_key_values=cache, use_cache=True).logits
+                        token_loss(logits[:, -1], record[:, at + 1]).backward()
+                        _detach(cache)
+                        done = at + 1
+                        steps += 1
+    return steps
+
+
+def _detach(cache: Any) -> None:
+    """Make keys and values (and whatever else a layer's cache keeps) constants of the next step."""
+    for layer in cache.layers:
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                setattr(layer, name, value.detach())
