@@ -1,15 +1,34 @@
-"""Calibration text from a local file: plain text, JSON (lines), parquet or CSV; chat messages through the model's template."""
+"""Calibration records: documents tokenized, then packed into full windows or padded to them."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.resources
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_dataset
+import torch
+from datasets import Dataset
 
-_KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-_COLUMNS = ("messages", "conversations", "text", "content", "prompt")
+from vllm_tilequant.calibrate.sources import Document, documents
+
+#: Tokens of a record below which it says nothing.
+_SHORTEST = 8
+#: Times the wanted tokens that are read to choose from; a whole corpus is not tokenized.
+_CHOICE = 64
+#: One record in this many, beyond those asked for, is kept to check the thresholds on.
+_HELD_OUT = 8
+
+
+@dataclass(frozen=True)
+class Records:
+    """calibration, held_out: columns input_ids and attention_mask; report: what was used, for `calibration_report.json`."""
+
+    calibration: Dataset
+    held_out: Dataset | None
+    report: dict[str, Any]
 
 
 def bundled_text() -> Path:
@@ -17,45 +36,112 @@ def bundled_text() -> Path:
     return Path(str(importlib.resources.files("vllm_tilequant.configs").joinpath("calibration") / "bundled.txt"))
 
 
-def load_calibration(source: str | Path, tokenizer: Any, *, samples: int, length: int, seed: int = 0) -> Dataset:
-    """Records of `length` tokens from a local file, ready for `oneshot` (columns input_ids, attention_mask).
+def load_calibration(
+    source: str | Path, tokenizer: Any, *, samples: int, length: int, seed: int = 0, pad: bool = False
+) -> Dataset:
+    """Records of `length` tokens, ready for `oneshot` (columns input_ids, attention_mask): see `load_records`."""
+    return load_records(source, tokenizer, samples=samples, length=length, seed=seed, pad=pad, held_out=False).calibration
 
-    The documents are tokenized, joined with the end-of-text token between them and cut into windows without padding. From
-    more windows than `samples`, a seeded choice is taken. Raises `ValueError` when the file gives no whole window, is of an
-    unknown kind or has no text column.
+
+def load_records(
+    source: str | Path,
+    tokenizer: Any,
+    *,
+    samples: int,
+    length: int,
+    seed: int = 0,
+    pad: bool = False,
+    held_out: bool = True,
+) -> Records:
+    """Records of `length` tokens from a local file or a hub set (`sources.documents` says which).
+
+    pad: False joins the documents with the end-of-text token between them and cuts windows, without padding. True makes each
+        document one record, cut at `length` or padded on the right; documents of less than 8 tokens are left out.
+    held_out: also records to check the thresholds on, one in eight of `samples` (none below 8): text beyond the chosen
+        records, or the last of these where there is no more text.
+
+    From more records than `samples` a choice is taken evenly; the seed orders the documents. The same arguments give the same
+    bytes. Raises `ValueError` when the source gives no record, or is of an unknown kind.
     """
-    path = Path(source)
-    if not path.is_file():
-        raise ValueError(f"calibration data {path} is not a file")
-    kind = _KINDS.get(path.suffix)
-    if kind is None:
-        raise ValueError(f"calibration data {path}: unknown kind {path.suffix!r}, wanted one of {sorted(_KINDS)}")
-    if samples < 1 or length < 8:
-        raise ValueError(f"samples {samples} and length {length}: at least 1 record of 8 tokens is needed")
-    options = {"sample_by": "document"} if kind == "text" else {}
-    table = load_dataset(kind, data_files=str(path), split="train", **options)
-    column = next((c for c in _COLUMNS if c in table.column_names), None)
-    if column is None:
-        raise ValueError(f"calibration data {path} has columns {table.column_names}, wanted one of {_COLUMNS}")
-    ids: list[int] = []
+    if samples < 1 or length < _SHORTEST:
+        raise ValueError(f"samples {samples} and length {length}: at least 1 record of {_SHORTEST} tokens is needed")
+    stream = (_tokens(d, tokenizer) for d in documents(source, seed))
+    cut = _padded if pad else _packed
+    rows, read = cut(stream, samples, length, tokenizer)
+    if not rows:
+        wanted = f"one document of {_SHORTEST}" if pad else f"one record of {length}"
+        raise ValueError(f"calibration data {source} has {read} tokens, fewer than {wanted}")
+    step = max(1.0, len(rows) / samples)  # evenly over the text, so that no part of it is left out
+    chosen = [int(i * step) for i in range(min(samples, len(rows)))]
+    rest = sorted(set(range(len(rows))) - set(chosen))
+    checked: list[int] = []
+    if held_out and len(chosen) >= _HELD_OUT:
+        count = len(chosen) // _HELD_OUT
+        if rest:
+            checked = rest[:: max(1, len(rest) // count)][:count]
+        else:
+            chosen, checked = chosen[:-count], chosen[-count:]
+    filler = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    calibration = _dataset([rows[i] for i in chosen], length, filler)
+    report = {
+        "source": Path(source).name if Path(source).is_file() else str(source),
+        "records": len(chosen),
+        "length": length,
+        "padded": pad,
+        "tokens_read": read,
+        "tokens_used": sum(len(rows[i]) for i in chosen),
+        "padding": sum(length - len(rows[i]) for i in chosen),
+        "held_out_records": len(checked),
+        "held_out_tokens": sum(len(rows[i]) for i in checked),
+        "sha256": digest(calibration),
+    }
+    return Records(calibration, _dataset([rows[i] for i in checked], length, filler) if checked else None, report)
+
+
+def batches(records: Dataset) -> list[dict[str, torch.Tensor]]:
+    """One batch of one record each, as tensors."""
+    return [{k: torch.tensor(row[k])[None] for k in ("input_ids", "attention_mask")} for row in records]
+
+
+def digest(records: Dataset) -> str:
+    """SHA-256 of the records: what decides whether an unfinished run goes on with the same text."""
+    h = hashlib.sha256()
+    for row in records:
+        h.update(repr((row["input_ids"], row["attention_mask"])).encode())
+    return h.hexdigest()
+
+
+def _packed(stream: Iterator[list[int]], samples: int, length: int, tokenizer: Any) -> tuple[list[list[int]], int]:
     separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for record in table.shuffle(seed=seed)[column]:
-        ids += _tokens(record, tokenizer) + separator
-        if len(ids) > 64 * samples * length:  # enough to choose from; do not tokenize a whole corpus
+    ids: list[int] = []
+    for document in stream:
+        ids += document + separator
+        if len(ids) > _CHOICE * samples * length:
             break
-    windows = len(ids) // length
-    if windows == 0:
-        raise ValueError(f"calibration data {path} has {len(ids)} tokens, fewer than one record of {length}")
-    chosen = list(range(windows))
-    if windows > samples:
-        step = windows / samples  # evenly over the text, so that no part of it is left out
-        chosen = [int(i * step) for i in range(samples)]
-    rows = [ids[i * length : (i + 1) * length] for i in chosen]
-    return Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * length for _ in rows]})
+    return [ids[i * length : (i + 1) * length] for i in range(len(ids) // length)], len(ids)
 
 
-def _tokens(record: Any, tokenizer: Any) -> list[int]:
-    if isinstance(record, str):
-        return tokenizer(record, add_special_tokens=False, verbose=False)["input_ids"]
-    text = tokenizer.apply_chat_template(record, tokenize=False)
+def _padded(stream: Iterator[list[int]], samples: int, length: int, tokenizer: Any) -> tuple[list[list[int]], int]:
+    rows, read = [], 0
+    for document in stream:
+        read += len(document)
+        if len(document) >= _SHORTEST:
+            rows.append(document[:length])
+        if read > _CHOICE * samples * length or len(rows) >= _CHOICE * samples:
+            break
+    return rows, read
+
+
+def _dataset(rows: list[list[int]], length: int, filler: int) -> Dataset:
+    missing = [length - len(row) for row in rows]
+    return Dataset.from_dict(
+        {
+            "input_ids": [row + [filler] * m for row, m in zip(rows, missing, strict=True)],
+            "attention_mask": [[1] * (length - m) + [0] * m for m in missing],
+        }
+    )
+
+
+def _tokens(document: Document, tokenizer: Any) -> list[int]:
+    text = document if isinstance(document, str) else tokenizer.apply_chat_template(document, tokenize=False)
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
