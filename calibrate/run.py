@@ -13,12 +13,13 @@ def quantize(
     model: str,
     output: Path,
     *,
-    data: Path | None,
+    data: str | Path | None,
     samples: int,
     length: int,
     seed: int,
     recipe: Path | None = None,
     w4_fraction: float | None = None,
+    pad: bool = False,
 ) -> None:
     """Calibrate `model` on `data` and write the checkpoint to `output`.
 
@@ -40,7 +41,7 @@ def quantize(
 
     modifier = TileQuantModifier(**settings)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    records = load_calibration(data or bundled_text(), tokenizer, samples=samples, length=length, seed=seed)
+    records = load_calibration(data or bundled_text(), tokenizer, samples=samples, length=length, seed=seed, pad=pad)
     network = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -154,6 +154,7 @@ def hub_folder(root, repository, configurations):
 
 def test_sets_of_the_hub_by_name_and_by_id(tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # ten seconds after the end of each stream
     hub_folder(tmp_path, "openai/gsm8k", {("main", "train"): [{"question": "w5", "answer": "w6"}] * 4})
     assert rows(load_calibration("gsm8k", tokenizer, samples=1, length=15)) == [[0, 5, 0, 6, 2] * 3]
     article = [{"text": t} for t in ("", " = w9 = \n", " w5 w6 w7 \n", " = = w8 = = \n", " w9 \n", " = w7 = \n", " w4 w4 \n")]

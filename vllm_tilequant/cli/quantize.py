@@ -12,8 +12,15 @@ def quantize(
     model: Annotated[str, typer.Argument(help="Folder of the original model, or a hub id.")],
     output: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
     data: Annotated[
-        Path | None, typer.Option(help="Calibration text: .txt, .jsonl, .json, .parquet or .csv. Default: the bundled text.")
+        str | None,
+        typer.Option(
+            help="Calibration text: a .txt, .jsonl, .json, .parquet or .csv file; wikitext, c4, gsm8k, cnn_dailymail, multi_news "
+            "or ultrachat_200k from the hub, or any hub id, with :split if it is not train. Default: the bundled text."
+        ),
     ] = None,
+    pad: Annotated[
+        bool, typer.Option(help="One padded record per document, instead of documents packed into full records.")
+    ] = False,
     samples: Annotated[int, typer.Option(help="Calibration records.")] = 32,
     length: Annotated[int, typer.Option(help="Tokens of a record.")] = 512,
     w4_fraction: Annotated[float | None, typer.Option(help="Share of the tiles stored with 4 bits. Default: 0.6.")] = None,
@@ -26,5 +33,5 @@ def quantize(
     """
     from vllm_tilequant.calibrate.run import quantize as run
 
-    run(model, output, data=data, samples=samples, length=length, seed=seed, recipe=recipe, w4_fraction=w4_fraction)
+    run(model, output, data=data, samples=samples, length=length, seed=seed, recipe=recipe, w4_fraction=w4_fraction, pad=pad)
     print(f"{output}: written")
