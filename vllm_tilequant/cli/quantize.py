@@ -14,8 +14,8 @@ def quantize(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Calibration text: a .txt, .jsonl, .json, .parquet or .csv file; wikitext, c4, gsm8k, cnn_dailymail, multi_news "
-            "or ultrachat_200k from the hub, or any hub id, with :split if it is not train. Default: the bundled text."
+            help="Calibration text: a .txt, .jsonl, .json, .parquet or .csv file; wikitext, c4, gsm8k, cnn_dailymail, "
+            "multi_news or ultrachat_200k from the hub; any hub id, with :split if not train. Default: the bundled text."
         ),
     ] = None,
     pad: Annotated[
