@@ -7,21 +7,20 @@ steps count, provisional thresholds with all tiles wide.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from loguru import logger
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from vllm_tilequant.calibrate import quantize, sensitivity
 from vllm_tilequant.calibrate.allocation import NARROW, allocate, narrow_tiles, random_scores
 from vllm_tilequant.calibrate.capture import Batch, Group, find_groups, token_mask, watch_inputs
+from vllm_tilequant.calibrate.progress import Progress
 from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.calibrate.thresholds import GroupStatistics, Histogram, optimal_thresholds, percentile_thresholds
+from vllm_tilequant.calibrate.work import WorkFolder
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.kernels.portable import PortableWeight
 from vllm_tilequant.schema import TILE, Transform
@@ -35,6 +34,15 @@ HESSIAN_BYTES = 4 << 30
 _HISTOGRAM_ROWS = 128
 #: Average of loaded bits under which the decode phase is scored, before any profile is known.
 _PROVISIONAL_BITS = 3.0
+#: What a step leaves for the later ones, and so what a resumed run reads instead of doing the step again. Codes are kept by
+#: layer.
+_KEPT = {
+    "inputs": ("groups", "squares", "histograms", "tokens"),
+    "scales": ("scales", "transform_index"),
+    "scores": ("output_weight", "tile_bits"),
+}
+#: The dataclasses among it.
+STATE_TYPES = (Group, Histogram, layout.PackedWeight)
 
 
 @dataclass(frozen=True)
@@ -50,13 +58,26 @@ class Result:
 
 
 class Calibration:
-    """One run over one model. `linears` are the targets by name, in model order; `batches` the calibration records."""
+    """One run over one model. `linears` are the targets by name, in model order; `batches` the calibration records.
 
-    def __init__(self, model: PreTrainedModel, linears: dict[str, nn.Linear], batches: list[Batch], settings: Settings):
+    progress: the display; work: where finished steps and layers are kept, and read from if an earlier run has left some
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        linears: dict[str, nn.Linear],
+        batches: list[Batch],
+        settings: Settings,
+        *,
+        progress: Progress | None = None,
+        work: WorkFolder | None = None,
+    ):
+        self.progress, self.work = progress or Progress(), work
         self.model, self.linears, self.batches, self.settings = model, linears, batches, settings
         self.transforms = _transforms(settings)
         self.matrices = layout.transform_stack(self.transforms)
-        self.report: dict = {"seconds": {}}
+        self.report: dict = {}
 
     def run(self) -> Result:
         s = self.settings
@@ -64,26 +85,25 @@ class Calibration:
         was_training = self.model.training
         self.model.eval()
         try:
-            with self._step("inputs"):
-                self.groups = find_groups(self.model, self.linears, self.batches[0])
-                self.group_of = {member: g for g in self.groups for member in g.members}
-                self._read_inputs()
-            with self._step("scales"):
-                self._search_scales()
-            with self._step("scores"):
-                self._score()
-            with self._step("codes"):
-                self._make_codes()
-            with self._step("thresholds"):
+            self._step("inputs", self._read_inputs)
+            self.group_of = {member: g for g in self.groups for member in g.members}
+            self._step("scales", self._search_scales)
+            self._step("scores", self._score)
+            waiting, spent = self._restore_groups()
+            with self.progress.phase("codes", spent):
+                self._make_codes(waiting)
+            with self.progress.phase("thresholds"):
                 thresholds = self._make_thresholds()
         finally:
             self.model.train(was_training)
+        self.report["seconds"] = dict(self.progress.seconds)
         return Result(self.groups, self.weights, thresholds, self.transforms, self.settings.max_bits, self.report)
 
     # ---- steps
 
     def _read_inputs(self) -> None:
         """E[x^2] per channel and magnitude histograms of every shared input."""
+        self.groups = find_groups(self.model, self.linears, self.batches[0])
         self.squares = {g.name: torch.zeros(self._in_features(g), dtype=torch.float64) for g in self.groups}
         self.histograms = {g.name: Histogram(self._in_features(g)) for g in self.groups}
         self.tokens = sum(int(token_mask(b).sum()) for b in self.batches)
@@ -99,7 +119,6 @@ class Calibration:
     def _search_scales(self) -> None:
         wide = self.settings.max_bits
         self.scales: dict[str, dict[int, Tensor]] = {}
-        self.deltas: dict[str, Tensor] = {}
         self.transform_index: dict[str, Tensor] = {}  # [N/64] uint8
         for group in self._progress(self.groups, "scales"):
             for name in group.members:
@@ -107,9 +126,6 @@ class Calibration:
                 w = self._rotated(name)
                 found = {b: self._scale(name, w, b) for b in {NARROW, wide}}
                 self.scales[name] = {b: s.cpu() for b, s in found.items()}
-                # W4 - wide, needed once per record: 2 bytes a weight cost less than rounding anew every time.
-                reads = [quantize.read_uniform(w, found[bits], bits) for bits in (NARROW, wide)]
-                self.deltas[name] = (reads[0] - reads[1]).bfloat16()
 
     def _scale(self, name: str, w: Tensor, bits: int) -> Tensor:
         """[N/64, K/64] for the rotated weight w of a linear."""
@@ -137,6 +153,7 @@ class Calibration:
         kind = self.settings.scores
         batches = self.batches[: self.settings.score_samples]
         matrices = {n: self._matrices(n) for n in self.linears}
+        self.deltas = {n: self._delta(n) for n in self.linears}
         prefill, self.output_weight = sensitivity.prefill_scores(
             self.model, self.linears, self._progress(batches, "prefill scores"), matrices, self.deltas
         )
@@ -182,13 +199,12 @@ class Calibration:
             scored=self.settings.score_steps,
         )  # fmt: skip
 
-    def _make_codes(self) -> None:
-        self.weights: dict[str, layout.PackedWeight] = {}
-        self.statistics: dict[str, GroupStatistics] = {}
-        for chunk in self._chunks():
+    def _make_codes(self, groups: list[Group]) -> None:
+        for chunk in self._chunks(groups):
             hessians = self._hessians(chunk) if self.settings.codes == "gptq" else {}
             for group in self._progress(chunk, "codes"):
                 self._quantize_group(group, hessians.pop(group.name, None))
+                self._keep_group(group)
 
     @torch.no_grad()
     def _quantize_group(self, group: Group, hessian: Tensor | None) -> None:
@@ -233,18 +249,19 @@ class Calibration:
         watch_inputs(self.model, self._first_members(groups), self._progress(self.batches, "Hessians"), use)
         return out
 
-    def _chunks(self) -> Iterator[list[Group]]:
+    def _chunks(self, groups: list[Group]) -> Iterator[list[Group]]:
         """Groups whose Hessians fit together, in model order."""
         chunk: list[Group] = []
         size = 0
-        for group in self.groups:
+        for group in groups:
             needed = 4 * self._in_features(group) ** 2
             if chunk and size + needed > HESSIAN_BYTES:
                 yield chunk
                 chunk, size = [], 0
             chunk.append(group)
             size += needed
-        yield chunk
+        if chunk:
+            yield chunk
 
     def _group_statistics(self, group: Group, w: Tensor, q: Tensor, scale: Tensor, bits: Tensor) -> GroupStatistics:
         """w, q: [N, K] rotated weight and signed codes of all members; scale, bits: [N/64, K/64]."""
@@ -257,6 +274,13 @@ class Calibration:
             layout.level_cost(bits).cpu(),
             w.numel(),
         )
+
+    @torch.no_grad()
+    def _delta(self, name: str) -> Tensor:
+        """W4 - wide of a linear, needed once per record: 2 bytes a weight cost less than rounding anew every time."""
+        w = self._rotated(name)
+        reads = [quantize.read_uniform(w, self.scales[name][b].to(w.device), b) for b in (NARROW, self.settings.max_bits)]
+        return (reads[0] - reads[1]).bfloat16()
 
     def _rotated(self, name: str) -> Tensor:
         return layout.rotate_outputs(self.linears[name].weight.detach().float(), self._matrices(name))
@@ -279,11 +303,48 @@ class Calibration:
     def _in_features(self, group: Group) -> int:
         return self.linears[group.name].in_features
 
-    def _progress(self, items: Iterable, what: str) -> tqdm:
-        return tqdm(items, desc=f"tilequant {what}", dynamic_ncols=True)
+    def _progress(self, items: Iterable, what: str) -> Iterator:
+        return self.progress.track(items, what)
 
-    def _step(self, name: str) -> _Step:
-        return _Step(name, self.report["seconds"])
+    # ---- what a run that may end at any moment leaves behind
+
+    def _step(self, name: str, work: Callable[[], None]) -> None:
+        """One step: from the work folder if an earlier run has finished it, else done and kept there."""
+        state = self.work.load(name) if self.work else None
+        if state is not None:
+            vars(self).update(state["kept"])
+            self.report |= state["report"]
+            self.progress.restored(name, state["seconds"])
+            return
+        with self.progress.phase(name):
+            work()
+        if self.work:
+            kept = {a: getattr(self, a) for a in _KEPT[name]}
+            self.work.save(name, {"kept": kept, "report": self.report, "seconds": self.progress.seconds[name]})
+
+    def _keep_group(self, group: Group) -> None:
+        if self.work:
+            weights = {n: self.weights[n] for n in group.members}
+            statistics = vars(self.statistics[group.name]) | {"histogram": None}  # the first step has kept it
+            state = {"weights": weights, "statistics": statistics, "seconds": self.progress.elapsed}
+            self.work.save(f"codes.{group.name}", state)
+
+    def _restore_groups(self) -> tuple[list[Group], float]:
+        """Read the layers that an earlier run has finished: those that are left, and the seconds spent so far."""
+        self.weights: dict[str, layout.PackedWeight] = {}
+        self.statistics: dict[str, GroupStatistics] = {}
+        waiting, spent = [], 0.0
+        for group in self.groups:
+            state = self.work.load(f"codes.{group.name}") if self.work else None
+            if state is None:
+                waiting.append(group)
+                continue
+            self.weights |= state["weights"]
+            self.statistics[group.name] = GroupStatistics(**(state["statistics"] | {"histogram": self.histograms[group.name]}))
+            spent = max(spent, state["seconds"])
+        if len(waiting) < len(self.groups):
+            self.progress.say(f"codes: {len(self.groups) - len(waiting)} of {len(self.groups)} layers from the work folder")
+        return waiting, spent
 
 
 def _transforms(settings: Settings) -> list[Transform]:
@@ -292,17 +353,3 @@ def _transforms(settings: Settings) -> list[Transform]:
         return [Transform(kind="identity")]
     n = settings.output_seeds if settings.output_transform == "best" else 1
     return [Transform(kind="randomized_hadamard", seed=settings.output_seed + i) for i in range(n)]
-
-
-class _Step:
-    """Times a step into the report and says when it is done."""
-
-    def __init__(self, name: str, seconds: dict[str, float]):
-        self.name, self.seconds = name, seconds
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self.seconds[self.name] = round(time.perf_counter() - self.start, 2)
-        logger.info(f"tilequant {self.name}: {self.seconds[self.name]} s")
