@@ -36,6 +36,12 @@ def token_mask(batch: Batch) -> Tensor:
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
 
 
+def records(batch: Batch) -> Iterator[Tensor]:
+    """The token ids of each record of a batch without padding: [1, length]."""
+    for ids, valid in zip(batch["input_ids"], token_mask(batch), strict=True):
+        yield ids[valid][None]
+
+
 @contextmanager
 def hooked(hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> Iterator[None]:
     """Remove hooks when the block ends, however it ends."""

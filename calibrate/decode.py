@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vllm_tilequant.calibrate.capture import Batch, hooked, observing_gradients, token_loss, token_mask
+from vllm_tilequant.calibrate.capture import Batch, hooked, observing_gradients, records, token_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,8 +89,8 @@ def watch_decode(
     steps = 0
     with observing_gradients(model, modules, use):
         for batch in batches:
-            for ids, valid in zip(batch["input_ids"], token_mask(batch), strict=True):
-                record = ids[valid][None].to(device)
+            for ids in records(batch):
+                record = ids.to(device)
                 done, positions = decode_steps(record.shape[1], scored)
                 with torch.no_grad():
                     cache = model.base_model(input_ids=record[:, :done], use_cache=True).past_key_values

@@ -18,11 +18,19 @@ from vllm_tilequant.calibrate import quantize, sensitivity
 from vllm_tilequant.calibrate.allocation import NARROW, allocate, narrow_tiles, random_scores
 from vllm_tilequant.calibrate.capture import Batch, Group, find_groups, token_mask, watch_inputs
 from vllm_tilequant.calibrate.progress import Progress
-from vllm_tilequant.calibrate.settings import Settings
-from vllm_tilequant.calibrate.thresholds import GroupStatistics, Histogram, optimal_thresholds, percentile_thresholds
+from vllm_tilequant.calibrate.search import search_thresholds
+from vllm_tilequant.calibrate.settings import Settings, Target
+from vllm_tilequant.calibrate.table3 import distribution
+from vllm_tilequant.calibrate.thresholds import (
+    GroupStatistics,
+    Histogram,
+    optimal_thresholds,
+    optimal_thresholds_per_group,
+    percentile_thresholds,
+)
 from vllm_tilequant.calibrate.work import WorkFolder
 from vllm_tilequant.kernels import layout
-from vllm_tilequant.kernels.portable import PortableWeight
+from vllm_tilequant.kernels.portable import PortableWeight, prepare
 from vllm_tilequant.schema import TILE, Transform
 
 if TYPE_CHECKING:
@@ -80,8 +88,7 @@ class Calibration:
         self.report: dict = {}
 
     def run(self) -> Result:
-        s = self.settings
-        self.narrow = narrow_tiles(self._tile_shapes(), s.w4_share, s.stored_bits, s.max_bits, len(s.profiles))
+        self._set_budget()
         was_training = self.model.training
         self.model.eval()
         try:
@@ -100,6 +107,16 @@ class Calibration:
         return Result(self.groups, self.weights, thresholds, self.transforms, self.settings.max_bits, self.report)
 
     # ---- steps
+
+    def _set_budget(self) -> None:
+        """How many tiles become narrow. Raises `ValueError`, before any work, for what the budget cannot give."""
+        s, shapes = self.settings, self._tile_shapes()
+        self.narrow = narrow_tiles(shapes, s.w4_share, s.stored_bits, s.max_bits, len(s.profiles))
+        code_bits = s.max_bits - (s.max_bits - NARROW) * self.narrow / sum(n * k for n, k in shapes.values())
+        if over := [n for n, target in s.profiles.items() if isinstance(target, float) and target > code_bits]:
+            raise ValueError(
+                f"profiles {over} want more loaded bits than the codes have ({code_bits:.2f}): drop them or raise the budget"
+            )
 
     def _read_inputs(self) -> None:
         """E[x^2] per channel and magnitude histograms of every shared input."""
@@ -227,13 +244,28 @@ class Calibration:
             start = end
 
     def _make_thresholds(self) -> dict[str, Tensor]:
-        rows = [
-            percentile_thresholds(self.statistics, target)
-            if isinstance(target, list)
-            else optimal_thresholds(self.statistics, target)
-            for target in self.settings.profiles.values()
-        ]
+        """Group -> [profiles, 4] float32."""
+        profiles = self.settings.profiles
+        if self.settings.thresholds == "search":
+            found, self.report["search"] = search_thresholds(
+                self.model, self.linears, self._progress(self.batches[: self.settings.score_samples], "search"), self.groups,
+                {n: prepare(w, self.matrices) for n, w in self.weights.items()}, self.statistics,
+                {n: float(t) for n, t in profiles.items() if isinstance(t, float | int)},
+                candidates=self.settings.search_candidates, seed=self.settings.seed,
+            )  # fmt: skip
+            rows = list(found.values())
+        else:
+            rows = [self._profile_thresholds(target) for target in profiles.values()]
         return {g.name: torch.stack([row[g.name] for row in rows]) for g in self.groups}
+
+    def _profile_thresholds(self, target: Target) -> dict[str, Tensor]:
+        """Group -> [4]."""
+        if isinstance(target, str):
+            target = distribution(target)
+        if isinstance(target, list):
+            return percentile_thresholds(self.statistics, target)
+        optimal = optimal_thresholds if self.settings.thresholds == "optimal" else optimal_thresholds_per_group
+        return optimal(self.statistics, target)
 
     # ---- helpers
 

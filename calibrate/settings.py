@@ -7,9 +7,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from vllm_tilequant.calibrate.table3 import distribution
 from vllm_tilequant.schema import PROFILE_FULL, PROFILE_OFF
 
-DEFAULT_PROFILES: dict[str, float | list[float]] = {"2.5": 2.5, "3.0": 3.0, "3.5": 3.5, "4.0": 4.0, "5.0": 5.0}
+#: What a profile is made from: loaded bits, five shares, or a row of GRINQH's Table 3.
+Target = float | list[float] | str
+DEFAULT_PROFILES: dict[str, Target] = {"2.5": 2.5, "3.0": 3.0, "3.5": 3.5, "4.0": 4.0, "5.0": 5.0}
 
 
 class Settings(BaseModel):
@@ -30,8 +33,13 @@ class Settings(BaseModel):
     score_samples: records used for the gradients, the first ones of the calibration set
     score_steps: decode steps of each record that are scored, evenly spaced over its last 32 tokens
     level_errors: what the error of a level is measured against when thresholds are set: the `source` weight or the `stored` one
-    profiles: name -> wanted average of loaded bits (with `thresholds: optimal`), or name -> five shares of channels at 0, 2, 4,
-        6 and 8 bits (with `percentile`)
+    thresholds: `optimal` (least sensitivity-weighted error at the wanted loaded bits, one price of a bit for the whole model),
+        `optimal_per_layer` (one price per group of linears with one input), `search` (GRINQH's: percentile thresholds for
+        `search_candidates` random distributions, the one with the lowest calibration perplexity), `percentile` or `table3`
+    search_candidates: distributions that `search` tries for each profile, on the first `score_samples` records
+    profiles: name -> wanted average of loaded bits (with both kinds of `optimal`, and `search`), name -> five shares of
+        channels at 0, 2, 4, 6 and 8 bits (with `percentile`), or name -> a row of GRINQH's Table 3 (with `table3`): "8-17" is
+        row 17 of the columns for 8 bits. By default 2.5, 3.0, 3.5, 4.0 and 5.0 as far as the budget has so many bits
     default_profile: what a server takes when nothing else is said
     damping: share of the Hessian's mean diagonal that GPTQ adds to it
     seed: of everything random
@@ -51,8 +59,9 @@ class Settings(BaseModel):
     score_samples: int = Field(8, gt=0)
     score_steps: int = Field(4, gt=0, le=32)
     level_errors: Literal["source", "stored"] = "source"
-    thresholds: Literal["optimal", "percentile"] = "optimal"
-    profiles: dict[str, float | list[float]] = Field(default_factory=lambda: dict(DEFAULT_PROFILES))
+    thresholds: Literal["optimal", "optimal_per_layer", "search", "percentile", "table3"] = "optimal"
+    search_candidates: int = Field(15, gt=0)
+    profiles: dict[str, Target] = Field(default_factory=lambda: dict(DEFAULT_PROFILES))
     default_profile: str = "3.0"
     damping: float = Field(0.01, gt=0)
     seed: int = 0
@@ -66,7 +75,7 @@ class Settings(BaseModel):
 
     @field_validator("profiles")
     @classmethod
-    def _named(cls, profiles: Mapping[str, float | list[float]]) -> Mapping[str, float | list[float]]:
+    def _named(cls, profiles: Mapping[str, Target]) -> Mapping[str, Target]:
         if not profiles or {PROFILE_FULL, PROFILE_OFF} & set(profiles):
             raise ValueError("give at least one profile, none of them called 'full' or 'off'")
         return profiles
@@ -79,12 +88,27 @@ class Settings(BaseModel):
             raise ValueError(f"max_bits 4 makes every tile 4-bit: leave out w4_fraction {self.w4_fraction}")
         if self.default_profile not in (*self.profiles, PROFILE_FULL, PROFILE_OFF):
             raise ValueError(f"default_profile {self.default_profile!r} is not one of {[*self.profiles, 'full', 'off']}")
+        if "profiles" not in self.model_fields_set:
+            self.__dict__["profiles"] = {n: t for n, t in self.profiles.items() if self._within_budget(t)}
         for name, target in self.profiles.items():
-            if self.thresholds == "optimal":
-                if not isinstance(target, float | int) or not 0 < target <= 8:
-                    raise ValueError(
-                        f"profile {name!r}: thresholds 'optimal' want an average of loaded bits in (0, 8], got {target}"
-                    )
-            elif not isinstance(target, list) or len(target) != 5 or min(target) < 0 or abs(sum(target) - 1) > 1e-6:
-                raise ValueError(f"profile {name!r}: thresholds 'percentile' want five shares >= 0 that sum to 1, got {target}")
+            if fault := self._fault(target):
+                raise ValueError(f"profile {name!r}: thresholds {self.thresholds!r} want {fault}, got {target}")
         return self
+
+    def _within_budget(self, target: Target) -> bool:
+        """Whether the stored codes have so many bits, with some to spare. Of the default profiles, the others are left out."""
+        mean = self.stored_bits or 4 * self.w4_share + self.max_bits * (1 - self.w4_share)
+        return not isinstance(target, float) or target <= mean - 0.2
+
+    def _fault(self, target: Target) -> str | None:
+        """What a profile should have been, None where it is that."""
+        if self.thresholds == "percentile":
+            good = isinstance(target, list) and len(target) == 5 and min(target) >= 0 and abs(sum(target) - 1) <= 1e-6
+            return None if good else "five shares >= 0 that sum to 1"
+        if self.thresholds == "table3":
+            if not isinstance(target, str):
+                return "the name of a distribution such as '8-17'"
+            distribution(target)  # says what is wrong with a name
+            return None
+        good = isinstance(target, float | int) and 0 < target <= self.max_bits
+        return None if good else f"an average of loaded bits in (0, {self.max_bits}]"

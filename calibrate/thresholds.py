@@ -2,8 +2,8 @@
 
 `optimal`: reading channel i at level b costs C_b x_i^2 of error and B_b bits; minimising the total error plus lambda times the
 bits gives thresholds on |x| at theta^2 = lambda (B_b' - B_b) / (C_b - C_b') along the lower convex hull of (B, C). One lambda
-for the whole model meets the wanted average. `percentile` is GRINQH's way: fixed shares of channels per level, from the mean of
-the records' magnitude percentiles.
+for the whole model meets the wanted average, or one lambda per group of linears with one input. `percentile` is GRINQH's way:
+fixed shares of channels per level, from the mean of the records' magnitude percentiles.
 
 Magnitudes are kept as histograms on a logarithmic grid, so that memory does not grow with the calibration text and a bisection
 costs table look-ups.
@@ -23,6 +23,7 @@ from vllm_tilequant.schema import LEVELS, NEVER, TILE
 _LOWEST, _OCTAVES, _PER_OCTAVE = -24, 44, 64  # |x| from 2^-24 to 2^20 in steps of 1.1 %
 _BINS = _OCTAVES * _PER_OCTAVE
 _CHANGES = len(LEVELS) - 1
+_LEAST_LAMBDA = -120.0  # log2: everything useful is read
 
 
 @dataclass
@@ -96,33 +97,70 @@ def level_ratios(bits: Tensor, errors: Tensor) -> Tensor:
     return ratios
 
 
+class _Frontier:
+    """Loaded bits of some groups as a function of their common lambda."""
+
+    def __init__(self, groups: dict[str, GroupStatistics]):
+        self.names = list(groups)
+        self.ratios = torch.stack([level_ratios(g.cost.mean(1), g.errors) for g in groups.values()])  # [groups, 4]
+        self.above = torch.stack([_padded(g.bits_above()) for g in groups.values()])  # [groups, 4, bins + 2]
+        self.weights = sum(g.weights for g in groups.values())
+
+    def average(self, log_lambda: float) -> float:
+        """Loaded bits per weight at log2 of lambda."""
+        position = ((self.ratios.log2() + log_lambda / 2 - _LOWEST) * _PER_OCTAVE).clamp(0, _BINS)
+        whole = position.floor().long()
+        low = self.above.gather(2, whole[..., None])[..., 0]
+        high = self.above.gather(2, whole[..., None] + 1)[..., 0]
+        return float((low + (high - low) * (position - whole)).sum()) / self.weights
+
+    @property
+    def most(self) -> float:
+        """Loaded bits when everything useful is read."""
+        return self.average(_LEAST_LAMBDA)
+
+    def thresholds(self, target: float) -> dict[str, Tensor]:
+        low, high = _LEAST_LAMBDA, -_LEAST_LAMBDA
+        for _ in range(64):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.average(middle) > target else (low, middle)
+        chosen = (self.ratios * 2 ** (high / 2)).clamp_max(NEVER).float()
+        return dict(zip(self.names, chosen, strict=True))
+
+
+def _padded(bits_above: Tensor) -> Tensor:
+    """The last column twice, so that interpolation may look beyond it."""
+    return torch.cat((bits_above, bits_above[:, -1:]), 1)
+
+
 def optimal_thresholds(groups: dict[str, GroupStatistics], target: float) -> dict[str, Tensor]:
     """Thresholds of all groups under one lambda whose average of loaded bits per weight meets `target`.
 
     -> group -> [4] float32. Raises `ValueError` when even reading everything useful stays below the target.
     """
-    names = list(groups)
-    ratios = torch.stack([level_ratios(groups[n].cost.mean(1), groups[n].errors) for n in names])  # [groups, 4]
-    above = torch.stack([groups[n].bits_above() for n in names])  # [groups, 4, bins + 1]
-    total = sum(groups[n].weights for n in names)
+    return _reachable(groups, target).thresholds(target)
 
-    def average(log_lambda: float) -> float:
-        position = ((ratios.log2() + log_lambda / 2 - _LOWEST) * _PER_OCTAVE).clamp(0, _BINS)
-        whole = position.floor()
-        low = above.gather(2, whole.long()[..., None])[..., 0]
-        high = above.gather(2, (whole.long() + 1).clamp_max(_BINS)[..., None])[..., 0]
-        return float((low + (high - low) * (position - whole)).sum()) / total
 
-    low, high = -120.0, 120.0  # log2 of lambda: everything useful is read, nothing is
-    if not 0 < target <= average(low):
+def optimal_thresholds_per_group(groups: dict[str, GroupStatistics], target: float) -> dict[str, Tensor]:
+    """Every group under a lambda of its own that meets `target`; one that stores less reads everything useful.
+
+    Returns and raises as `optimal_thresholds`.
+    """
+    _reachable(groups, target)
+    out: dict[str, Tensor] = {}
+    for name, group in groups.items():
+        frontier = _Frontier({name: group})
+        out |= frontier.thresholds(min(target, frontier.most))
+    return out
+
+
+def _reachable(groups: dict[str, GroupStatistics], target: float) -> _Frontier:
+    frontier = _Frontier(groups)
+    if not 0 < target <= frontier.most:
         raise ValueError(
-            f"a profile of {target} loaded bits cannot be reached: at most {average(low):.2f} bits are worth reading"
+            f"a profile of {target} loaded bits cannot be reached: at most {frontier.most:.2f} bits are worth reading"
         )
-    for _ in range(64):
-        middle = (low + high) / 2
-        low, high = (middle, high) if average(middle) > target else (low, middle)
-    chosen = (ratios * 2 ** (high / 2)).clamp_max(NEVER).float()
-    return dict(zip(names, chosen, strict=True))
+    return frontier
 
 
 def percentile_thresholds(groups: dict[str, GroupStatistics], shares: Sequence[float]) -> dict[str, Tensor]:

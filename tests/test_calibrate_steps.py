@@ -228,6 +228,10 @@ def test_percentile_thresholds_give_the_wanted_shares():
 
 def test_settings_are_validated():
     assert Settings().default_profile == "3.0"
+    assert list(Settings().profiles) == ["2.5", "3.0", "3.5", "4.0", "5.0"]
+    for fewer in ({"w4_fraction": 0.8}, {"stored_bits": 4.9}, {"max_bits": 6}):
+        assert list(Settings(**fewer).profiles) == ["2.5", "3.0", "3.5", "4.0"]
+    assert list(Settings(max_bits=4).profiles) == ["2.5", "3.0", "3.5"]
     assert (Settings().w4_share, Settings(w4_fraction=0.0).w4_share, Settings(max_bits=4).w4_share) == (0.6, 0.0, 1.0)
     for wrong, message in (
         ({"w4_fraction": 1.5}, "w4_fraction"),
@@ -235,6 +239,10 @@ def test_settings_are_validated():
         ({"default_profile": "7"}, "default_profile '7'"),
         ({"profiles": {"3.0": [0.5, 0.5, 0, 0, 0]}}, "average of loaded bits"),
         ({"thresholds": "percentile", "profiles": {"3.0": [0.5, 0.6, 0, 0, 0]}}, "sum to 1"),
+        ({"thresholds": "table3"}, "'8-17', got 2.5"),
+        ({"thresholds": "table3", "profiles": {"3.0": "8-61"}}, "8-1 to 8-60, 6-1 to 6-60, 4-1 to 4-52"),
+        ({"thresholds": "search", "profiles": {"3.0": "8-1"}}, "average of loaded bits"),
+        ({"max_bits": 4, "profiles": {"3.0": 5.0}}, r"loaded bits in \(0, 4\]"),
         ({"codes": "awq"}, "codes"),
         ({"w4_fraction": 0.5, "stored_bits": 5.0}, "give one of them"),
         ({"max_bits": 4, "w4_fraction": 0.5}, "every tile 4-bit"),
