@@ -21,6 +21,7 @@ from vllm_tilequant.schema import (
     EXTENSION,
     LEVELS,
     MAP,
+    MAX_SCALE,
     OUTPUT_TRANSFORM,
     OUTPUTS_PER_WORD,
     PLANE0,
@@ -321,8 +322,11 @@ def payload_faults(tensors: Mapping[str, Tensor], tile_counts: Mapping[int, int]
             faults.append(f"{MAP} holds {unknown}, wanted {TILE_BITS}")
         elif found != {b: c for b, c in tile_counts.items() if c}:
             faults.append(f"{MAP} has tiles {found}, config.json promises {dict(tile_counts)}")
-    if (scale := tensors.get(SCALE)) is not None and not bool((scale.isfinite() & (scale > 0)).all()):
-        faults.append(f"{SCALE} holds {int((~(scale.isfinite() & (scale > 0))).sum())} entries that are not finite and > 0")
+    if (scale := tensors.get(SCALE)) is not None:
+        if bool((bad := ~(scale.isfinite() & (scale > 0))).any()):
+            faults.append(f"{SCALE} holds {int(bad.sum())} entries that are not finite and > 0")
+        elif bool((scale > MAX_SCALE).any()):
+            faults.append(f"{SCALE} holds {float(scale.max()):.4g}, wanted at most 2^64")
     if (index := tensors.get(OUTPUT_TRANSFORM)) is not None and bool((index.long() >= n_transforms).any()):
         faults.append(f"{OUTPUT_TRANSFORM} holds {int(index.max())}, the checkpoint has {n_transforms} transforms")
     if (t := tensors.get(THRESHOLDS)) is not None and not bool(t.isfinite().all() and (t[:, 1:] >= t[:, :-1]).all()):

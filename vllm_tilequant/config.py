@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.kernels.dispatch import GRADED_ROWS
-from vllm_tilequant.schema import ACTIVATIONS, PROFILE_OFF, QUANT_METHOD, QuantizationSchema
+from vllm_tilequant.schema import ACTIVATIONS, PROFILE_OFF, QUANT_METHOD, QuantizationSchema, ignored_by
 
 if TYPE_CHECKING:
     from vllm_tilequant.parameters import Member
@@ -199,9 +198,7 @@ class TileQuantConfig(QuantizationConfig):
 
     def is_ignored(self, name: str) -> bool:
         """Whether `ignore` names the module, literally or by a pattern `re:...` that matches from its start."""
-        return any(
-            re.match(entry.removeprefix("re:"), name) if entry.startswith("re:") else entry == name for entry in self.ignore
-        )
+        return ignored_by(self.ignore, name) is not None
 
 
 @cache

@@ -11,7 +11,8 @@ transformers alone would warn, skip the quantization and return random weights.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -30,6 +31,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from vllm_tilequant.checkpoint.files import CheckpointError, printable
 from vllm_tilequant.checkpoint.reader import Checkpoint
 from vllm_tilequant.kernels import layout, portable
 from vllm_tilequant.kernels.dispatch import GRADED_ROWS, takes_graded
@@ -237,8 +239,7 @@ def load_reference(
 
     profile: None takes the checkpoint's default. cache_levels: keep the dense float32 weights of all levels (12 more bytes a
     weight, 16 where `dtype` is not float32) instead of building them in every call; None decides by the free memory.
-    Raises `FormatError` where the checkpoint is not one, `ValueError` where its modules do not fit the model or a mode is
-    unknown.
+    Raises `FormatError` where the checkpoint is not one or does not fit the model, `ValueError` where a mode is unknown.
     """
     checkpoint = Checkpoint.open(Path(folder))
     schema = checkpoint.schema
@@ -281,13 +282,36 @@ def load_dense(folder: str | Path, dtype: torch.dtype = torch.float32, device: s
 
 
 def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The architecture of config.json in memory nobody has written to; each quantized module an `nn.Linear` of its shape."""
-    config = AutoConfig.from_pretrained(checkpoint.folder)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with no_init_weights():  # untouched pages cost nothing; buffers such as rotary frequencies are computed as always
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()  # part of the initialization that was left out
+    """The architecture of config.json in memory nobody has written to; each quantized module an `nn.Linear` of its shape.
+
+    It is built without memory first: a size that the files do not back is refused before it is allocated.
+    """
+    with _words(checkpoint):
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"), no_init_weights():
+            shapes = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    _check_shapes(shapes, checkpoint)
+    # untouched pages cost nothing; buffers such as rotary frequencies are computed as always
+    with _words(checkpoint), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model.tie_weights()  # part of the initialization that was left out
+    return model
+
+
+@contextmanager
+def _words(checkpoint: Checkpoint) -> Iterator[None]:
+    """A config that transformers cannot build fails in it in many ways, few of them readable: all become one sentence."""
+    try:
+        yield
+    except Exception as e:  # noqa: BLE001 - foreign code run on a stranger's numbers
+        why = printable(f"{type(e).__name__}: {e}")
+        raise CheckpointError(f"transformers cannot build the model that {checkpoint.folder} describes: {why}") from e
+
+
+def _check_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Raise `CheckpointError` unless each quantized module has its place and each dense tensor the shape that the model has."""
     found = dict(model.named_modules())
     faults = []
     for name, m in checkpoint.schema.modules.items():
@@ -299,13 +323,22 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
             faults.append(f"{name}: the model has {shape}, the checkpoint [{m.out_features}, {m.in_features}]")
         elif (linear.bias is not None) != m.bias:
             faults.append(f"{name}: bias is {linear.bias is not None} in the model, {m.bias} in the checkpoint")
+    places = model.state_dict(keep_vars=True)
+    for name in checkpoint.dense_names:
+        stored, place = list(checkpoint.headers[name].shape), places.get(name)
+        if place is not None and list(place.shape) != stored:
+            faults.append(f"{name}: {stored} in the checkpoint, {list(place.shape)} in the model")
+    _refuse(model, checkpoint, faults)
+
+
+def _refuse(model: PreTrainedModel, checkpoint: Checkpoint, faults: list[str]) -> None:
     if faults:
-        raise ValueError(f"{checkpoint.folder} does not fit {type(model).__name__}:\n  " + "\n  ".join(faults))
-    return model
+        shown = "\n  ".join(map(printable, faults[:20]))
+        raise CheckpointError(f"{checkpoint.folder} does not fit {type(model).__name__}:\n  {shown}")
 
 
 def _load_dense(model: PreTrainedModel, checkpoint: Checkpoint, already: Iterable[str]) -> None:
-    """Copy every tensor that is not quantized; `ValueError` names tensors without a place and places without a tensor."""
+    """Copy every tensor that is not quantized; `CheckpointError` names tensors without a place and places without a tensor."""
     places = model.state_dict(keep_vars=True)
     filled = {places[name].data_ptr() for name in already}
     faults = []
@@ -314,16 +347,11 @@ def _load_dense(model: PreTrainedModel, checkpoint: Checkpoint, already: Iterabl
         if place is None:
             faults.append(f"{name}: in the checkpoint, not in the model")
             continue
-        tensor = checkpoint.tensor(name)
-        if tensor.shape != place.shape:
-            faults.append(f"{name}: {list(tensor.shape)} in the checkpoint, {list(place.shape)} in the model")
-            continue
         with torch.no_grad():
-            place.copy_(tensor)
+            place.copy_(checkpoint.dense(name))  # its shape was compared already
         filled.add(place.data_ptr())  # a tied weight has two names and one address
     faults += [f"{name}: in the model, not in the checkpoint" for name, p in places.items() if p.data_ptr() not in filled]
-    if faults:
-        raise ValueError(f"{checkpoint.folder} does not fit {type(model).__name__}:\n  " + "\n  ".join(faults))
+    _refuse(model, checkpoint, faults)
 
 
 def _ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

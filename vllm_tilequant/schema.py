@@ -5,6 +5,7 @@ Imports neither torch nor vLLM, so that every part of the project (calibration, 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,11 +40,28 @@ PROFILE_FULL = "full"
 PROFILE_OFF = "off"
 #: A threshold no finite float32 activation exceeds: the level above it is never taken.
 NEVER = 3.4028234663852886e38
+#: A larger tile scale is no weight's: it would leave float32 on the way through the rotation and the products.
+MAX_SCALE = 2.0**64
 ACTIVATIONS = ("none", "group64")
+
+
+#: Larger numbers are refused before anything is computed from them.
+MAX_FEATURES = 1 << 22
+MAX_PROFILES = 64
+_NAME = re.compile(r"[\w.:/-]{1,512}", re.ASCII)
+_PROFILE_NAME = re.compile(r"[\w.+-]{1,64}", re.ASCII)
+#: A quantified group can make a pattern take exponential time, many quantifiers a high power of the name's length.
+_QUANTIFIED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
+_MAX_QUANTIFIERS = 6
+_SHOWN = 12
 
 
 class FormatError(ValueError):
     """A checkpoint or its `quantization_config` does not say what the format demands."""
+
+
+#: Unknown fields are tolerated, other JSON types are not: "1", 1.0 and true are no integers.
+_STRICT = ConfigDict(extra="ignore", strict=True)
 
 
 @dataclass(frozen=True)
@@ -57,11 +75,11 @@ class TensorSpec:
 class Transform(BaseModel):
     """One entry of the checkpoint's transform list, addressed by the bytes of `output_transform`."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = _STRICT
 
     kind: str
     generator: int = 1
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 64)
 
     @field_validator("kind")
     @classmethod
@@ -80,13 +98,21 @@ class Transform(BaseModel):
 class Module(BaseModel):
     """One quantized linear under its name in the source checkpoint (never fused)."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = _STRICT
 
-    out_features: int = Field(gt=0)
-    in_features: int = Field(gt=0)
+    out_features: int = Field(gt=0, le=MAX_FEATURES)
+    in_features: int = Field(gt=0, le=MAX_FEATURES)
     tile_counts: dict[int, int]
     bias: bool = False
-    input_group: str
+    input_group: str = Field(max_length=512)
+
+    @field_validator("tile_counts", mode="before")
+    @classmethod
+    def _json_keys(cls, counts: Any) -> Any:
+        """JSON has only strings for keys."""
+        if not isinstance(counts, dict):
+            return counts
+        return {int(k) if isinstance(k, str) and re.fullmatch("[0-9]{1,3}", k, re.ASCII) else k: v for k, v in counts.items()}
 
     @model_validator(mode="after")
     def _consistent(self) -> Module:
@@ -118,13 +144,15 @@ class Module(BaseModel):
 class Profiles(BaseModel):
     """Named sets of thresholds, in the row order of every module's `thresholds` tensor."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = _STRICT
 
     names: list[str]
     default: str
 
     @model_validator(mode="after")
     def _consistent(self) -> Profiles:
+        if len(self.names) > MAX_PROFILES or not all(_PROFILE_NAME.fullmatch(name) for name in self.names):
+            raise ValueError(f"wanted at most {MAX_PROFILES} profile names of 1 to 64 letters, digits and . + - _")
         reserved = {PROFILE_FULL, PROFILE_OFF} & set(self.names)
         if not self.names or len(set(self.names)) != len(self.names) or reserved:
             raise ValueError(f"profile names must be distinct, at least one, none of 'full' and 'off'; got {self.names}")
@@ -140,7 +168,7 @@ class Profiles(BaseModel):
 class QuantizationSchema(BaseModel):
     """`quantization_config` of `config.json`. Unknown optional fields are tolerated, unknown required features are not."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = _STRICT
 
     quant_method: str
     format_version: int
@@ -163,14 +191,41 @@ class QuantizationSchema(BaseModel):
         if data.get("quant_method") != QUANT_METHOD:
             raise ValueError(f"quant_method is {data.get('quant_method')!r}, wanted {QUANT_METHOD!r}")
         version = data.get("format_version")
-        if version != FORMAT_VERSION:
+        if type(version) is not int or version != FORMAT_VERSION:
             raise ValueError(
                 f"format_version is {version!r}; this vllm-tilequant reads {FORMAT_VERSION}"
-                + (": upgrade vllm-tilequant" if isinstance(version, int) and version > FORMAT_VERSION else "")
+                + (f": {_upgrade(data)}" if isinstance(version, int) and version > FORMAT_VERSION else "")
             )
-        if unknown := sorted(set(data.get("required_features") or []) - KNOWN_FEATURES):
-            raise ValueError(f"the checkpoint needs features {unknown} that this vllm-tilequant does not know: upgrade it")
+        features = data.get("required_features", [])
+        if not isinstance(features, list) or not all(isinstance(f, str) for f in features):
+            raise ValueError(f"required_features is {features!r}, wanted a list of names")
+        if unknown := sorted(set(features) - KNOWN_FEATURES):
+            raise ValueError(f"the checkpoint needs features {unknown} unknown to this vllm-tilequant: {_upgrade(data)}")
         return data
+
+    @field_validator("ignore")
+    @classmethod
+    def _harmless(cls, ignore: list[str]) -> list[str]:
+        """A loader runs these patterns: they must compile, and may not take longer than the names they meet are worth."""
+        for entry in ignore:
+            if not entry.startswith("re:"):
+                continue
+            try:
+                re.compile(entry.removeprefix("re:"))
+            except (re.error, RecursionError, OverflowError) as e:
+                raise ValueError(f"{entry!r} is no regular expression: {e}") from None
+            if _QUANTIFIED_GROUP.search(entry) or len(re.findall(r"[*+{]", entry)) > _MAX_QUANTIFIERS:
+                raise ValueError(f"{entry!r} repeats a group, or has over {_MAX_QUANTIFIERS} repeats: name modules instead")
+        return ignore
+
+    @field_validator("modules")
+    @classmethod
+    def _sane_names(cls, modules: dict[str, Module]) -> dict[str, Module]:
+        if bad := [name for name in modules if not _NAME.fullmatch(name)]:
+            raise ValueError(f"wanted names of letters, digits and . : / - _, got {bad[:3]!r}")
+        if bad := [m.input_group for m in modules.values() if not m.input_group.isprintable()]:
+            raise ValueError(f"wanted printable names of input groups, got {bad[:3]!r}")
+        return modules
 
     @model_validator(mode="after")
     def _consistent(self) -> QuantizationSchema:
@@ -182,7 +237,7 @@ class QuantizationSchema(BaseModel):
             raise ValueError(f"threshold_measure is {self.threshold_measure!r}, wanted 'abs_input'")
         over = [name for name, m in self.modules.items() if max(m.tile_counts) > self.max_bits]
         if over:
-            raise ValueError(f"tiles wider than max_bits {self.max_bits} in {over}")
+            raise ValueError(f"tiles wider than max_bits {self.max_bits} in {over[:_SHOWN]}")
         return self
 
     @classmethod
@@ -191,11 +246,10 @@ class QuantizationSchema(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as e:
-            lines = [
-                f"{'.'.join(map(str, err['loc'])) or 'quantization_config'}: {err['msg'].removeprefix('Value error, ')}"
-                for err in e.errors()
-            ]
-            raise FormatError("invalid tilequant quantization_config:\n  " + "\n  ".join(lines)) from None
+            lines = [f"{_place(err['loc'])}: {err['msg'].removeprefix('Value error, ')}" for err in e.errors()]
+            shown = [line if len(line) <= 400 else f"{line[:400]}..." for line in lines[:_SHOWN]]
+            more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+            raise FormatError("invalid tilequant quantization_config:\n  " + "\n  ".join(shown + more)) from None
 
     def dump(self) -> dict[str, Any]:
         """The JSON object that `parse` reads back, with `tile_counts` keyed by strings as JSON has them."""
@@ -230,6 +284,28 @@ class QuantizationSchema(BaseModel):
         if m.bias:
             specs[BIAS] = TensorSpec(("BF16", "F16", "F32"), (m.out_features,))
         return specs
+
+
+def _upgrade(data: dict[str, Any]) -> str:
+    """What to do about a newer format: the version that wrote a checkpoint reads it."""
+    producer = data.get("producer")
+    version = producer.get("vllm-tilequant") if isinstance(producer, dict) else None
+    if isinstance(version, str) and re.fullmatch(r"[\w.+!-]{1,40}", version, re.ASCII):
+        return f"vllm-tilequant {version} wrote it and reads it; upgrade to that version or a newer one"
+    return "upgrade vllm-tilequant"
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """Where in the config a fault lies, in characters that every terminal takes."""
+    return ascii(".".join(map(str, location)))[1:-1] or "quantization_config"
+
+
+def ignored_by(ignore: list[str], name: str) -> str | None:
+    """The entry of `ignore` that names the module, literally or by a pattern `re:...` that matches from its start."""
+    for entry in ignore:
+        if re.match(entry.removeprefix("re:"), name) if entry.startswith("re:") else entry == name:
+            return entry
+    return None
 
 
 def extension_planes(bits: int) -> int:

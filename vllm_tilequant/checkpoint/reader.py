@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm_tilequant import schema as s
+from vllm_tilequant.checkpoint.files import CheckpointError, Header, raise_faults, read_config, read_headers
+from vllm_tilequant.checkpoint.model_config import model_config_faults
 from vllm_tilequant.kernels import layout
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+__all__ = ["Checkpoint", "CheckpointError", "Header", "StoredModule", "header_faults", "read_config"]
+
 _OWN_SUFFIXES = (s.PLANE0, s.PLANE1, s.EXTENSION, s.MAP, s.SCALE, s.OUTPUT_TRANSFORM, s.THRESHOLDS)
-_SHOWN = 12
-
-
-class CheckpointError(s.FormatError):
-    """A folder that is not a complete, consistent tilequant checkpoint. The message lists every fault."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """Where a tensor lies and what its file says about it; `dtype` is the safetensors name."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -61,22 +48,48 @@ class Checkpoint:
         except s.FormatError as e:
             raise CheckpointError(f"{folder}: {e}") from None
         headers = read_headers(folder)
-        faults = header_faults(schema, headers)
-        raise_faults(folder, faults)
+        raise_faults(folder, header_faults(schema, headers) + model_config_faults(config, headers))
         return cls(folder, config, schema, headers)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor by its full name, on the CPU."""
-        return self._handle(self.headers[name].file).get_tensor(name)
+        """One tensor by its full name, on the CPU, as stored: its values are not judged."""
+        header = self.headers[name]
+        try:
+            return self._handle(header.file).get_tensor(name)
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"{self.folder / header.file}: tensor {name} cannot be read: {e}") from None
+
+    def dense(self, name: str) -> Tensor:
+        """A tensor that belongs to no quantized linear; raises `CheckpointError` when it is not finite."""
+        tensor = self.tensor(name)
+        raise_faults(self.folder, dense_faults(name, tensor))
+        return tensor
 
     def module(self, name: str) -> StoredModule:
-        """The packed weight, thresholds and bias of one quantized linear."""
+        """The packed weight, thresholds and bias of one quantized linear; raises `CheckpointError` on any bad value."""
         tensors = self.module_tensors(name)
+        raise_faults(self.folder, self.value_faults(name, tensors))
         return StoredModule(layout.from_tensors(tensors), tensors[s.THRESHOLDS], tensors.get(s.BIAS))
 
     def module_tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one quantized linear by suffix."""
+        """The tensors of one quantized linear by suffix, as stored: their values are not judged."""
         return {suffix: self.tensor(f"{name}.{suffix}") for suffix in self.schema.tensor_specs(name)}
+
+    def value_faults(self, name: str, tensors: dict[str, Tensor]) -> list[str]:
+        """What is wrong with the values of one quantized linear, one line each."""
+        module = self.schema.modules[name]
+        found = layout.payload_faults(tensors, module.tile_counts, len(self.schema.transforms))
+        faults = [f"{name}.{fault}" for fault in found]
+        if not any(fault.startswith(s.MAP) for fault in found):
+            narrow = layout.expand_tiles(tensors[s.MAP]) == 2
+            # seen as 4-bit tiles, what lies in the dense plane 1 of 2-bit ones shows in the codes
+            wide = layout.from_tensors(tensors | {s.MAP: tensors[s.MAP].clamp_min(4)})
+            if bool(narrow.any()) and bool((layout.unpack(wide)[narrow] & 3).any()):
+                faults.append(f"{name}.{s.PLANE1} is not empty under 2-bit tiles")
+        first = self.schema.groups[module.input_group][0]
+        if first != name and not torch.equal(self.tensor(f"{first}.{s.THRESHOLDS}"), tensors[s.THRESHOLDS]):
+            faults.append(f"{name}.{s.THRESHOLDS} differ within the shared-input group {module.input_group}")
+        return faults
 
     @cached_property
     def transforms(self) -> Tensor:
@@ -95,8 +108,7 @@ class Checkpoint:
         for name, m in self.schema.modules.items():
             weights += m.out_features * m.in_features
             for suffix in _OWN_SUFFIXES:
-                h = self.headers[f"{name}.{suffix}"]
-                total += _bytes(h)
+                total += self.headers[f"{name}.{suffix}"].nbytes
         return 8 * total / weights
 
     def stored_code_bits(self) -> float:
@@ -110,49 +122,8 @@ class Checkpoint:
     def _handle(self, file: str) -> Any:
         handles = self.__dict__.setdefault("_handles", {})
         if file not in handles:
-            handles[file] = safe_open(self.folder / file, framework="pt")
+            handles[file] = safe_open(self.folder / file, framework="pt")  # the path was checked when its header was read
         return handles[file]
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder; raises `CheckpointError` in one sentence when there is none or it is no JSON object."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder")
-    path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} holds no config.json: it is not a model folder")
-    try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise CheckpointError(f"{path} is not JSON: {e}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return config
-
-
-def read_headers(folder: Path) -> dict[str, Header]:
-    """Name -> header of every tensor of the folder's safetensors files. Raises `CheckpointError`."""
-    files, listed = _weight_files(folder)
-    headers: dict[str, Header] = {}
-    for file in files:
-        if not (folder / file).is_file():
-            raise CheckpointError(f"{folder}: {file} is missing, though the index lists it")
-        try:
-            with safe_open(folder / file, framework="pt") as f:
-                for name in f.keys():  # noqa: SIM118 - a safe_open handle is no mapping
-                    if name in headers:
-                        raise CheckpointError(f"{folder}: tensor {name} is in both {headers[name].file} and {file}")
-                    view = f.get_slice(name)
-                    headers[name] = Header(file, view.get_dtype(), tuple(view.get_shape()))
-        except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{folder / file} is damaged or not a safetensors file: {e}") from None
-    if listed is not None:
-        raise_faults(
-            folder,
-            [f"{n}: the index names it, {f} does not hold it" for n, f in listed.items() if _file_of(headers, n) != f]
-            + [f"{n}: not in the index" for n in headers if n not in listed],
-        )
-    return headers
 
 
 def header_faults(schema: s.QuantizationSchema, headers: dict[str, Header]) -> list[str]:
@@ -176,38 +147,6 @@ def header_faults(schema: s.QuantizationSchema, headers: dict[str, Header]) -> l
     return faults
 
 
-def raise_faults(folder: Path, faults: list[str]) -> None:
-    """Raise one `CheckpointError` for all faults; nothing when there is none."""
-    if not faults:
-        return
-    shown = "\n  ".join(faults[:_SHOWN])
-    more = f"\n  ... and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-    raise CheckpointError(f"{folder} is not a sound tilequant checkpoint ({len(faults)} faults):\n  {shown}{more}")
-
-
-def _weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The weight files, and the index's own map of tensor -> file if the folder has an index."""
-    if (folder / INDEX).is_file():
-        try:
-            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-            files = sorted(set(weight_map.values()))
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-            raise CheckpointError(f"{folder / INDEX} is not a safetensors index") from None
-        # The index is a trust boundary: a file name may not lead out of the folder.
-        if bad := [f for f in files if not isinstance(f, str) or not re.fullmatch(r"[\w.-]+\.safetensors", f)]:
-            raise CheckpointError(f"{folder / INDEX} names files outside the folder or of another kind: {bad[:3]}")
-        return files, weight_map
-    if (folder / SINGLE).is_file():
-        return [SINGLE], None
-    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}: no weights")
-
-
-def _file_of(headers: dict[str, Header], name: str) -> str | None:
-    return headers[name].file if name in headers else None
-
-
-def _bytes(h: Header) -> int:
-    width = {"I32": 4, "U8": 1, "F32": 4}[h.dtype]
-    for d in h.shape:
-        width *= d
-    return width
+def dense_faults(name: str, tensor: Tensor) -> list[str]:
+    """What is wrong with the values of a dense tensor."""
+    return [f"{name} is not finite"] if tensor.is_floating_point() and not bool(tensor.isfinite().all()) else []

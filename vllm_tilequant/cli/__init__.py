@@ -25,6 +25,7 @@ class Verb:
 
 VERBS = {
     "quantize": Verb("quantize", "quantize", "Quantize a model into a tilequant checkpoint."),
+    "inspect": Verb("inspect", "inspect", "Show what a checkpoint is made of, and what --tp and --pp allow."),
     "verify": Verb("verify", "verify", "Read every tensor of a checkpoint and list every fault."),
     "evaluate": Verb("evaluate", "evaluate", "Compare a checkpoint with its source model: KL, perplexity, loaded bits."),
 }
