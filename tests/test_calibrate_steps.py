@@ -1,9 +1,11 @@
 """Each step of a calibration against a plain float64 computation."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from cases import make_map
@@ -254,6 +256,17 @@ def test_settings_are_validated():
     ):
         with pytest.raises(ValueError, match=message):
             Settings(**wrong)
+
+
+def test_the_recipes_that_come_with_the_package_are_valid_and_the_default_one_is_the_default():
+    folder = Path(__file__).parents[1] / "configs" / "recipes"
+    recipes = {f.stem: yaml.safe_load(f.read_text()) for f in folder.glob("*.yaml")}
+    assert {"default", "w4-80", "w4", "w8"} <= set(recipes)
+    for fields in recipes.values():
+        Settings(**fields)
+    default = recipes["default"]
+    assert default.pop("w4_fraction") == Settings().w4_share
+    assert default == {name: getattr(Settings(), name) for name in default}
 
 
 # ---- watching a model
