@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from vllm_tilequant.schema import FormatError
 
@@ -52,6 +53,24 @@ class Header:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+class Tensors:
+    """The tensors of a folder whose headers were checked. Read on demand, memory-mapped."""
+
+    def __init__(self, folder: Path, headers: dict[str, Header]):
+        self.folder, self.headers = folder, headers
+        self._handles: dict[str, Any] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor by its full name, on the CPU, as stored: its values are not judged."""
+        file = self.headers[name].file
+        try:
+            if file not in self._handles:
+                self._handles[file] = safe_open(self.folder / file, framework="pt")
+            return self._handles[file].get_tensor(name)
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"{self.folder / file}: tensor {name} cannot be read: {e}") from None
 
 
 def raise_faults(folder: Path, faults: list[str]) -> None:
@@ -128,9 +147,14 @@ def checked_file(folder: Path, name: str) -> Path:
     return path
 
 
-def read_headers(folder: Path) -> dict[str, Header]:
-    """Name -> header of every tensor of the folder's safetensors files. Raises `CheckpointError`."""
+def read_headers(folder: Path, *, strangers: bool = False) -> dict[str, Header]:
+    """Name -> header of every tensor of the folder's safetensors files. Raises `CheckpointError`.
+
+    strangers: tolerate other weight files and pickles beside (they are not read): for a source model of the user's own.
+    """
     files, listed = _weight_files(folder)
+    if not strangers:
+        _refuse_strangers(folder, files)
     headers: dict[str, Header] = {}
     for file in files:
         if not (folder / file).exists():
@@ -165,7 +189,6 @@ def _weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         files = [SINGLE]
     else:
         raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}: no weights")
-    _refuse_strangers(folder, files)
     return files, weight_map
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm_tilequant import schema as s
-from vllm_tilequant.checkpoint.files import CheckpointError, Header, raise_faults, read_config, read_headers
+from vllm_tilequant.checkpoint.files import CheckpointError, Header, Tensors, raise_faults, read_config, read_headers
 from vllm_tilequant.checkpoint.model_config import model_config_faults
 from vllm_tilequant.kernels import layout
 
@@ -30,11 +29,12 @@ class StoredModule:
     bias: Tensor | None
 
 
-class Checkpoint:
+class Checkpoint(Tensors):
     """A folder whose config and headers hold what the format promises. Tensors are read on demand, memory-mapped."""
 
     def __init__(self, folder: Path, config: dict[str, Any], schema: s.QuantizationSchema, headers: dict[str, Header]):
-        self.folder, self.config, self.schema, self.headers = folder, config, schema, headers
+        super().__init__(folder, headers)
+        self.config, self.schema = config, schema
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
@@ -50,14 +50,6 @@ class Checkpoint:
         headers = read_headers(folder)
         raise_faults(folder, header_faults(schema, headers) + model_config_faults(config, headers))
         return cls(folder, config, schema, headers)
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor by its full name, on the CPU, as stored: its values are not judged."""
-        header = self.headers[name]
-        try:
-            return self._handle(header.file).get_tensor(name)
-        except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{self.folder / header.file}: tensor {name} cannot be read: {e}") from None
 
     def dense(self, name: str) -> Tensor:
         """A tensor that belongs to no quantized linear; raises `CheckpointError` when it is not finite."""
@@ -118,12 +110,6 @@ class Checkpoint:
             max(bits, 4) * n * s.TILE * s.TILE for m in self.schema.modules.values() for bits, n in m.tile_counts.items()
         )
         return codes / weights
-
-    def _handle(self, file: str) -> Any:
-        handles = self.__dict__.setdefault("_handles", {})
-        if file not in handles:
-            handles[file] = safe_open(self.folder / file, framework="pt")  # the path was checked when its header was read
-        return handles[file]
 
 
 def header_faults(schema: s.QuantizationSchema, headers: dict[str, Header]) -> list[str]:

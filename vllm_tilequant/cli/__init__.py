@@ -27,6 +27,8 @@ VERBS = {
     "quantize": Verb("quantize", "quantize", "Quantize a model into a tilequant checkpoint."),
     "inspect": Verb("inspect", "inspect", "Show what a checkpoint is made of, and what --tp and --pp allow."),
     "verify": Verb("verify", "verify", "Read every tensor of a checkpoint and list every fault."),
+    "manifest": Verb("manifest", "manifest", "Write or check SHA256SUMS of a checkpoint."),
+    "diff": Verb("diff", "diff", "Compare two checkpoints: config, maps, scales, thresholds."),
     "evaluate": Verb("evaluate", "evaluate", "Compare a checkpoint with its source model: KL, perplexity, loaded bits."),
 }
 #: Importable package -> extra of vllm-tilequant that brings it.

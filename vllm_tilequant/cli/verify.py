@@ -9,15 +9,26 @@ from typing import Annotated
 import typer
 
 from vllm_tilequant.checkpoint import verify as judge
-from vllm_tilequant.cli.output import JsonFlag, print_json, tile_shares
+from vllm_tilequant.checkpoint.deep import MAX_ERROR
+from vllm_tilequant.checkpoint.manifest import MANIFEST
+from vllm_tilequant.cli.output import JsonFlag, print_json, print_table, tile_shares
 
 
 def verify(
     folder: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
+    deep: Annotated[
+        Path | None,
+        typer.Option(metavar="SOURCE", help="Folder of the original model: also unpack every weight and compare."),
+    ] = None,
+    max_error: Annotated[float, typer.Option(help="Largest relative error of a weight that --deep accepts.")] = MAX_ERROR,
     as_json: JsonFlag = False,
 ) -> None:
-    """Read every tensor of a checkpoint and list every fault; exit code 1 if there is one."""
-    summary = judge.verify(folder)
+    """Read every tensor of a checkpoint and list every fault; exit code 1 if there is one.
+
+    Checks hashes where a SHA256SUMS is there, completeness, shapes, ranges, maps against payload, finite values. With --deep
+    also the relative error of every weight against the source model, and that what is dense equals the source.
+    """
+    summary = judge.verify(folder, deep, max_error)
     if as_json:
         print_json(asdict(summary))
         return
@@ -28,3 +39,19 @@ def verify(
         f"{summary.stored_bits:.3f} stored bits per weight"
     )
     print(f"  profiles {', '.join(summary.profiles)}; default {summary.default_profile}")
+    print(f"  {MANIFEST}: {'all files match' if summary.manifest else 'none there (tilequant manifest writes one)'}")
+    if summary.errors is not None:
+        print(f"  {summary.equal_to_source} dense tensors and biases equal those of {deep}")
+        _print_errors(summary.errors)
+
+
+def _print_errors(errors: dict[str, float]) -> None:
+    groups: dict[str, dict[str, float]] = {}
+    for name, error in errors.items():
+        groups.setdefault(name.rpartition(".")[2], {})[name] = error
+    rows = []
+    for projection, group in groups.items():
+        worst = max(group, key=lambda name: group[name])
+        rows.append((projection, f"{sum(group.values()) / len(group):.4f}", f"{group[worst]:.4f}", worst))
+    headings = {"projection": False, "mean": True, "largest": True, "where": False}
+    print_table("relative error of the weights, |W^ - W| / |W|", headings, rows)
