@@ -29,6 +29,9 @@ VERBS = {
     "verify": Verb("verify", "verify", "Read every tensor of a checkpoint and list every fault."),
     "manifest": Verb("manifest", "manifest", "Write or check SHA256SUMS of a checkpoint."),
     "diff": Verb("diff", "diff", "Compare two checkpoints: config, maps, scales, thresholds."),
+    "convert": Verb("convert", "convert", "Write a checkpoint as an ordinary dense model."),
+    "serve": Verb("serve", "serve", "Print and run the vllm serve command for a checkpoint."),
+    "doctor": Verb("doctor", "doctor", "Print an environment block for a bug report."),
     "evaluate": Verb("evaluate", "evaluate", "Compare a checkpoint with its source model: KL, perplexity, loaded bits."),
 }
 #: Importable package -> extra of vllm-tilequant that brings it.

@@ -1,0 +1,113 @@
+"""Verbs that leave the checkpoint format: convert, serve, doctor, report."""
+
+import importlib.util
+import json
+import os
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from toy import write_toy
+from vllm_tilequant import cli
+from vllm_tilequant.checkpoint import convert
+
+needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return write_toy(tmp_path_factory.mktemp("toy") / "toy", bias=True, heads=4, kv_heads=2, hidden=256, intermediate=256)
+
+
+@pytest.fixture
+def tilequant(capsys):
+    """Run a verb; returns (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as e:
+            cli.main([str(a) for a in arguments])
+        out = capsys.readouterr()
+        return e.value.code or 0, out.out, out.err
+
+    return call
+
+
+@needs_transformers
+@pytest.mark.parametrize("shard_bytes", [convert.SHARD_BYTES, 300_000])
+def test_a_dense_copy_has_the_same_logits(toy, tmp_path, shard_bytes):
+    from transformers import AutoModelForCausalLM
+
+    from vllm_tilequant import hf
+
+    files = convert.to_dense(toy, tmp_path / "dense", shard_bytes=shard_bytes)
+    assert (len(files) > 3) == (shard_bytes == 300_000)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, hf.load_dense(toy, torch.bfloat16)(ids).logits)
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "dense" / name).read_bytes() == (toy / name).read_bytes()
+    config = json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+
+
+def test_convert_is_all_or_nothing(toy, tmp_path, tilequant, monkeypatch):
+    code, out, err = tilequant("convert", toy, tmp_path / "dense", "--json")
+    assert code == 0, err
+    assert json.loads(out)["files"] == ["model.safetensors"]
+    assert {t.dtype for t in load_file(tmp_path / "dense" / "model.safetensors").values()} == {torch.bfloat16}
+    code, _, err = tilequant("convert", toy, tmp_path / "dense")
+    assert code == 1 and "is there already" in err
+
+    def fail(_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(convert, "write_manifest", fail)
+    code, _, err = tilequant("convert", toy, tmp_path / "other")
+    assert code == 1 and "disk full" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dense"]
+
+
+def test_serve_prints_the_command(toy, tilequant):
+    code, out, err = tilequant("serve", toy, "--profile", "2.0", "--tp", 2, "--json", "--", "--port", 9000)
+    assert code == 0, err
+    command = json.loads(out)
+    assert command[:7] == ["vllm", "serve", str(toy), "--quantization", "tilequant", "--dtype", "bfloat16"]
+    assert command[7:9] == ["--tensor-parallel-size", "2"] and command[-2:] == ["--port", "9000"]
+    assert json.loads(command[10]) == {"tilequant": {"profile": "2.0", "activation": "group64"}}
+    code, out, _ = tilequant("serve", toy, "--print")
+    assert code == 0 and f"vllm serve {toy}" in out and '"profile": "3.0"' in out
+    assert "unknown profile '9'" in tilequant("serve", toy, "--profile", "9")[2]
+    assert "legal tensor-parallel sizes are [1, 2, 4]" in tilequant("serve", toy, "--tp", 3)[2]
+
+
+def test_serve_runs_it_or_names_the_extra(toy, tilequant, monkeypatch):
+    from vllm_tilequant.cli import serve
+
+    monkeypatch.setattr(serve, "find_spec", lambda _: None)
+    code, _, err = tilequant("serve", toy)
+    assert code == 3 and "pip install 'vllm-tilequant[serve]'" in err
+    ran = []
+    monkeypatch.setattr(serve, "find_spec", lambda _: True)
+    monkeypatch.setattr(serve.shutil, "which", lambda _: "/usr/bin/vllm")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(os, "execv", lambda program, command: ran.append((program, command)))
+    assert tilequant("serve", toy)[0] == 0
+    assert ran[0][0] == "/usr/bin/vllm" and ran[0][1][:2] == ["vllm", "serve"]
+
+
+def test_doctor(tilequant):
+    code, out, err = tilequant("doctor", "--json")
+    data = json.loads(out)
+    assert data["packages"]["torch"] and data["packages"]["vllm-tilequant"]
+    assert set(next(iter(data["kernels"].values()))) == {"cuda", "triton"}
+    installed = importlib.util.find_spec("vllm") is not None
+    assert data["plugin"]["expected"] == data["plugin"]["registered"] == installed, data["plugin"]
+    assert code == 0, err
+    if not torch.cuda.is_available():
+        assert data["kernels"] == {"no GPU": dict.fromkeys(("cuda", "triton"), "no CUDA GPU; the portable path serves")}
+    code, out, _ = tilequant("doctor")
+    assert code == 0 and out.startswith("```text\n") and out.endswith("```\n") and torch.__version__ in out
