@@ -38,7 +38,7 @@ def random_map(n, k, seed=0):
 # ---- scales and codes
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_searched_scales_are_the_best_of_their_grid(bits):
     w, h = randn(64, 128), randn(128, seed=1).square() + 0.1
     found = quantize.search_scale(w, bits, h, nested=False)
@@ -56,10 +56,26 @@ def test_searched_scales_are_the_best_of_their_grid(bits):
         assert error(float(found[0, kt]), kt) <= error(float(base[0, kt]), kt)
 
 
+@pytest.mark.parametrize("bits", [6, 8])
+def test_nested_scales_weigh_the_error_of_the_codes_read_at_four_bits(bits):
+    w, h = randn(64, 64), randn(64, seed=1).square() + 0.1
+    base = quantize.absmax_scale(w, bits)
+    low, high = quantize.code_range(bits)
+
+    def error(scale):
+        q = (w.double() / scale).round().clamp(low, high)
+        drop = 2.0 ** (bits - 4)
+        read = (q / drop).floor() * drop + (drop - 1) / 2
+        return float(sum(f * (h * (w - scale * v).square()).sum() for f, v in ((0.9, q), (0.1, read))))
+
+    found = float(quantize.search_scale(w, bits, h, nested=True)[0, 0])
+    assert error(found) <= 1.02 * min(error(float(base) * (0.25 + i / 128)) for i in range(129))
+
+
 def test_tiles_of_zeros_and_denormals_give_finite_scales_and_exact_zeros():
     w = torch.cat([torch.zeros(64, 64), torch.full((64, 64), 1e-42), torch.full((64, 64), 0.5)], 1)
-    for bits in (4, 8):
-        for scale in (quantize.absmax_scale(w, bits), quantize.search_scale(w, bits, None, nested=bits == 8)):
+    for bits in (4, 6, 8):
+        for scale in (quantize.absmax_scale(w, bits), quantize.search_scale(w, bits, None, nested=bits > 4)):
             assert bool((scale.isfinite() & (scale > 0)).all())
             tile_bits = torch.full((1, 3), bits, dtype=torch.uint8)
             back = quantize.read_at(quantize.round_to_nearest(w, scale, tile_bits), scale, tile_bits, bits)
