@@ -153,7 +153,7 @@ def _decode(tree: dict, tensor: Any, types: Mapping[str, type]) -> Any:
     if "tuple" in tree:
         return tuple(_decode(v, tensor, types) for v in tree["tuple"])
     if "class" in tree:
-        made = object.__new__(types[tree["class"]])  # as it was, whatever its constructor would do
+        made: Any = object.__new__(types[tree["class"]])  # as it was, whatever its constructor would do
         for name, part in tree["fields"].items():
             object.__setattr__(made, name, _decode(part, tensor, types))
         return made
