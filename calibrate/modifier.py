@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,12 +10,17 @@ from compressed_tensors.utils import match_named_modules
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.factory import ModifierFactory
+from loguru import logger
 from pydantic import Field, PrivateAttr
 from torch import nn
 
+from vllm_tilequant.calibrate.capture import Batch
 from vllm_tilequant.calibrate.checkpoint import build_schema, wrap_save_pretrained, write_dense_back
 from vllm_tilequant.calibrate.pipeline import Calibration, Result
+from vllm_tilequant.calibrate.progress import Progress
+from vllm_tilequant.calibrate.report import complete, measured_bits
 from vllm_tilequant.calibrate.settings import Settings
+from vllm_tilequant.calibrate.work import WorkFolder
 from vllm_tilequant.schema import TILE, QuantizationSchema
 
 
@@ -27,16 +33,27 @@ class TileQuantModifier(Settings, Modifier):
 
     targets: module names, `re:` patterns or class names
     ignore: the same, for what stays dense
+    strict: an entry of either that matches nothing is an error, not a warning
     """
 
     targets: list[str] = Field(default_factory=lambda: ["Linear"])
     ignore: list[str] = Field(default_factory=lambda: ["lm_head"])
+    strict: bool = False
 
     _linears: dict[str, nn.Linear] = PrivateAttr(default_factory=dict)
     _schema: QuantizationSchema | None = PrivateAttr(default=None)
     _result: Result | None = PrivateAttr(default=None)
+    _progress: Progress | None = PrivateAttr(default=None)
+    _work: WorkFolder | None = PrivateAttr(default=None)
+    _held_out: list[Batch] = PrivateAttr(default_factory=list)
+    _facts: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    def attach(self, *, progress: Progress, work: WorkFolder, held_out: list[Batch], facts: dict[str, Any]) -> None:
+        """Before `oneshot`: a display, a work folder, records to check the thresholds on, more entries for the report."""
+        self._progress, self._work, self._held_out, self._facts = progress, work, held_out, facts
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        check_entries(state.model, self.targets, self.ignore, self.strict)
         self._linears = find_linears(state.model, self.targets, self.ignore)
         wrap_save_pretrained(state.model, self._packed)
         return True
@@ -47,11 +64,18 @@ class TileQuantModifier(Settings, Modifier):
         batches = list(state.data.calib)
         if not batches:
             raise ValueError("the calibration data holds no record")
-        result = Calibration(state.model, self._linears, batches, self).run()
+        progress = self._progress or Progress()
+        result = Calibration(state.model, self._linears, batches, self, progress=progress, work=self._work).run()
+        measured = None
+        if self._held_out:
+            with progress.phase("check"):
+                measured = measured_bits(state.model, self._linears, result, progress.track(self._held_out, "check"))
+            result.report["seconds"] = dict(progress.seconds)
         dense = [n for n, m in state.model.named_modules() if isinstance(m, nn.Linear) and n not in self._linears]
         self._schema = build_schema(result, self._linears, list(self.profiles), self.default_profile, dense)
-        result.report["settings"] = self.model_dump(include=set(Settings.model_fields))
-        self._result = result
+        facts = self._facts | {"settings": self.model_dump(include=set(Settings.model_fields))}
+        report = complete(result, self.profiles, measured, facts)
+        self._result = replace(result, report=report)
         write_dense_back(self._linears, result)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
@@ -61,6 +85,21 @@ class TileQuantModifier(Settings, Modifier):
         if self._result is None or self._schema is None:
             raise RuntimeError("the model was not calibrated by this TileQuantModifier: nothing to pack")
         return self._result, self._schema
+
+
+def check_entries(model: nn.Module, targets: list[str], ignore: list[str], strict: bool) -> None:
+    """Warn of entries that match nothing, or raise `ValueError` when `strict`: a typing error would change the checkpoint."""
+    idle = [
+        f"{field} entry {entry!r}"
+        for field, entries in (("targets", targets), ("ignore", ignore))
+        for entry in entries
+        if not any(field == "ignore" or isinstance(m, nn.Linear) for _, m in match_named_modules(model, [entry]))
+    ]
+    if idle:
+        message = f"{' and '.join(idle)} match nothing in this model"
+        if strict:
+            raise ValueError(message)
+        logger.warning(message)
 
 
 def find_linears(model: nn.Module, targets: list[str], ignore: list[str]) -> dict[str, nn.Linear]:
@@ -77,12 +116,18 @@ def find_linears(model: nn.Module, targets: list[str], ignore: list[str]) -> dic
         lines = "\n  ".join(f"{n}: {shape}" for n, shape in ragged.items())
         raise ValueError(
             f"{len(ragged)} linears have dimensions that are not multiples of {TILE}:\n  {lines}\n"
-            f"leave them dense with ignore: {sorted({n.rpartition('.')[2] for n in ragged})} as 're:.*<name>$' entries"
+            f"leave them dense with ignore: {[*ignore, *sorted({_pattern(n) for n in ragged})]}"
         )
-    broken = [n for n, m in linears.items() if not bool(torch.isfinite(m.weight).all())]
+    broken = [n for n, m in linears.items() if not m.weight.is_meta and not bool(torch.isfinite(m.weight).all())]
     if broken:
         raise ValueError(f"weights are not finite in {broken}")
     return linears
+
+
+def _pattern(name: str) -> str:
+    """An ignore entry for a module and those of the same name in other layers. Without a backslash, to be copied as it is."""
+    parent, _, last = name.rpartition(".")
+    return f"re:.*[.]{last}$" if parent else last
 
 
 if "TileQuantModifier" not in ModifierFactory._registered_registry:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #: Memory for the Hessians that are alive at once; more layers than fit take another pass over the text.
 HESSIAN_BYTES = 4 << 30
 #: Rows of a record whose magnitudes enter the threshold histograms.
-_HISTOGRAM_ROWS = 128
+HISTOGRAM_ROWS = 128
 #: Average of loaded bits under which the decode phase is scored, before any profile is known.
 _PROVISIONAL_BITS = 3.0
 #: What a step leaves for the later ones, and so what a resumed run reads instead of doing the step again. Codes are kept by
@@ -128,7 +128,7 @@ class Calibration:
 
         def use(name: str, x: Tensor) -> None:
             self.squares[name] += x.float().square().sum(0).double().cpu()
-            self.histograms[name].add_record(x[:: max(1, x.shape[0] // _HISTOGRAM_ROWS)])
+            self.histograms[name].add_record(x[:: max(1, x.shape[0] // HISTOGRAM_ROWS)])
 
         watch_inputs(self.model, self._first_members(self.groups), self._progress(self.batches, "inputs"), use)
 

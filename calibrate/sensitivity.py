@@ -23,7 +23,7 @@ from vllm_tilequant.schema import TILE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_CHUNK_ELEMENTS = 1 << 26  # of the intermediate [input tiles, rows, outputs]: 256 MiB in float32
+CHUNK_ELEMENTS = 1 << 26  # of the intermediate [input tiles, rows, outputs]: 256 MiB in float32
 Scores = dict[str, Tensor]  # module -> [N/64, K/64] float64
 
 
@@ -41,7 +41,7 @@ def tile_scores(x: Tensor, gradient: Tensor, delta: Tensor, lowest: Tensor | Non
         seen = seen.where(x.abs() > lowest, 0.0)
     xs = seen.view(m, k_tiles, TILE).transpose(0, 1)  # [K/64, M, 64]
     ds = delta.view(n, k_tiles, TILE).permute(1, 2, 0)  # [K/64, 64, N]
-    step = max(1, _CHUNK_ELEMENTS // (m * n))
+    step = max(1, CHUNK_ELEMENTS // (m * n))
     scores = []
     for k in range(0, k_tiles, step):
         change = torch.bmm(xs[k : k + step], ds[k : k + step]).mul_(gradient)  # [step, M, N]

@@ -21,7 +21,7 @@ from torch import Tensor
 from vllm_tilequant.schema import LEVELS, NEVER, TILE
 
 _LOWEST, _OCTAVES, _PER_OCTAVE = -24, 44, 64  # |x| from 2^-24 to 2^20 in steps of 1.1 %
-_BINS = _OCTAVES * _PER_OCTAVE
+BINS = _OCTAVES * _PER_OCTAVE
 _CHANGES = len(LEVELS) - 1
 _LEAST_LAMBDA = -120.0  # log2: everything useful is read
 
@@ -39,15 +39,15 @@ class Histogram:
     records: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tiles = torch.zeros(self.in_features // TILE, _BINS, dtype=torch.int64)
+        self.tiles = torch.zeros(self.in_features // TILE, BINS, dtype=torch.int64)
 
     def add_record(self, x: Tensor) -> None:
         """Count the magnitudes of one record's rows. x: [M, K] any float, padding left out."""
         k_tiles = self.in_features // TILE
         octave = x.float().abs().clamp_min(2.0**_LOWEST).log2()
-        index = ((octave - _LOWEST) * _PER_OCTAVE).long().clamp(0, _BINS - 1)
+        index = ((octave - _LOWEST) * _PER_OCTAVE).long().clamp(0, BINS - 1)
         tile = torch.arange(self.in_features, device=x.device) // TILE
-        counts = torch.bincount((index + tile * _BINS).flatten(), minlength=k_tiles * _BINS).view(k_tiles, _BINS).cpu()
+        counts = torch.bincount((index + tile * BINS).flatten(), minlength=k_tiles * BINS).view(k_tiles, BINS).cpu()
         self.tiles += counts
         self.records.append(counts.sum(0))
 
@@ -108,7 +108,7 @@ class _Frontier:
 
     def average(self, log_lambda: float) -> float:
         """Loaded bits per weight at log2 of lambda."""
-        position = ((self.ratios.log2() + log_lambda / 2 - _LOWEST) * _PER_OCTAVE).clamp(0, _BINS)
+        position = ((self.ratios.log2() + log_lambda / 2 - _LOWEST) * _PER_OCTAVE).clamp(0, BINS)
         whole = position.floor().long()
         low = self.above.gather(2, whole[..., None])[..., 0]
         high = self.above.gather(2, whole[..., None] + 1)[..., 0]
@@ -182,7 +182,7 @@ def _quantiles(counts: Tensor, cumulative: Tensor) -> Tensor:
     """Magnitudes below which the given shares of a record lie, interpolated inside a bin. [4] float64."""
     total = counts.double().cumsum(0)
     wanted = cumulative * total[-1]
-    index = torch.searchsorted(total, wanted).clamp_max(_BINS - 1)
+    index = torch.searchsorted(total, wanted).clamp_max(BINS - 1)
     before = torch.where(index > 0, total[(index - 1).clamp_min(0)], 0.0)
     inside = ((wanted - before) / counts[index].clamp_min(1)).clamp(0, 1)
     return torch.exp2((index + inside) / _PER_OCTAVE + _LOWEST)

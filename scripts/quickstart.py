@@ -274,17 +274,22 @@ def quantize(steps: Steps, model: str, local: bool, data: Path) -> Path:
         size = sum(f.stat().st_size for f in Path(model).glob("*.safetensors")) if local else 0
         check_disk(RUNS, size + 2**29, "the quantized model")
         key_file.unlink(missing_ok=True)
-        shutil.rmtree(out, ignore_errors=True)
+        remove_quantized(out)
         options = [part for k, v in RECIPE.items() for part in (f"--{k.replace('_', '-')}", str(v))]
         try:
             run([str(BIN / "tilequant"), "quantize", model, str(out), "--data", str(data), *options],
                 what="tilequant quantize", env=OFFLINE if local else None)  # fmt: skip
         except BaseException:
-            for half in (out, out.with_name(out.name + ".partial")):  # the latter if it was ended by a signal
-                shutil.rmtree(half, ignore_errors=True)
+            remove_quantized(out)
             raise
         key_file.write_text(json.dumps(key, indent=1))
     return out
+
+
+def remove_quantized(out: Path) -> None:
+    """A quantized folder, and what a run that was ended by a signal has left beside it."""
+    for folder in (out, out.with_name(out.name + ".partial"), out.with_name(out.name + ".work")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def verify(steps: Steps, out: Path) -> None:

@@ -1,6 +1,5 @@
 """The modifier inside llm-compressor's oneshot, and `tilequant quantize`, on a tiny Llama."""
 
-import hashlib
 import json
 import shutil
 
@@ -8,8 +7,9 @@ import pytest
 import torch
 import yaml
 from llmcompressor import oneshot
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tiny import hashes, write_model, write_text
 from toy import write_tokenizer
 from vllm_tilequant.calibrate.data import bundled_text, load_calibration
 from vllm_tilequant.calibrate.modifier import TileQuantModifier
@@ -20,33 +20,6 @@ from vllm_tilequant.hf import load_dense
 from vllm_tilequant.schema import FormatError
 
 pytestmark = pytest.mark.calibrate
-
-CONFIG = dict(
-    hidden_size=128,
-    intermediate_size=192,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=64,
-    vocab_size=256,
-    bos_token_id=1,
-    eos_token_id=2,
-    tie_word_embeddings=True,
-)
-
-
-def write_model(folder, **changes):
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**(CONFIG | changes))).to(torch.bfloat16).save_pretrained(folder)
-    write_tokenizer(folder, 256)
-    return folder
-
-
-def write_text(path):
-    g = torch.Generator().manual_seed(0)
-    words = torch.randint(3, 256, (3000,), generator=g).tolist()
-    path.write_text(" ".join(f"w{i}" for i in words))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +37,6 @@ def quantized(model, text, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "tq"
     quantize(str(model), out, data=text, samples=4, length=64, seed=0)
     return out
-
-
-def hashes(folder):
-    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.iterdir()) if f.suffix == ".safetensors"}
 
 
 def test_the_folder_is_complete_and_sound(quantized, model):

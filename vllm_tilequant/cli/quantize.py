@@ -26,12 +26,19 @@ def quantize(
     w4_fraction: Annotated[float | None, typer.Option(help="Share of the tiles stored with 4 bits. Default: 0.6.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="YAML file with fields of TileQuantModifier.")] = None,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    strict: Annotated[bool, typer.Option(help="Targets or ignore entries that match nothing are an error.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on with what an ended run has left in OUTPUT.work.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Say what would be done and needed, and stop.")] = False,
+    memory_check: Annotated[bool, typer.Option(help="Refuse to start where memory will not do.")] = True,
 ) -> None:
     """Quantize a model into a tilequant checkpoint: tiles of 4 or 8 bits, thresholds for every profile.
 
-    The folder appears under its name only when it is complete.
+    The folder appears under its name only when it is complete. Until then OUTPUT.work holds a log, finished steps and layers.
     """
     from vllm_tilequant.calibrate.run import quantize as run
 
-    run(model, output, data=data, samples=samples, length=length, seed=seed, recipe=recipe, w4_fraction=w4_fraction, pad=pad)
-    print(f"{output}: written")
+    said = run(
+        model, output, data=data, samples=samples, length=length, seed=seed, recipe=recipe, w4_fraction=w4_fraction, pad=pad,
+        strict=strict, resume=resume, dry_run=dry_run, memory_check=memory_check,
+    )  # fmt: skip
+    print(said or f"{output}: written")
