@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from toy import write_toy
 from vllm_tilequant import cli
 from vllm_tilequant.checkpoint import convert
+from vllm_tilequant.checkpoint.reader import Checkpoint
 
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
@@ -111,3 +113,52 @@ def test_doctor(tilequant):
         assert data["kernels"] == {"no GPU": dict.fromkeys(("cuda", "triton"), "no CUDA GPU; the portable path serves")}
     code, out, _ = tilequant("doctor")
     assert code == 0 and out.startswith("```text\n") and out.endswith("```\n") and torch.__version__ in out
+
+
+def test_report_is_one_page_with_pictures(toy, tmp_path, tilequant):
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "toy"
+    shutil.copytree(toy, folder)
+    names = list(Checkpoint.open(folder).schema.modules)
+    calibration = {
+        "score_mass": dict.fromkeys(names, 2.5) | {"unknown": 1.0, names[0]: "no number"},
+        "search": {"2.0": {"shares": [0.1, 0.2, 0.3, 0.2, 0.2]}, "3.0": 7},
+    }
+    (folder / "calibration_report.json").write_text(json.dumps(calibration))
+    row = {"phase": "graded", "activation": "group64", "kl_se": 1.0, "top1": 0.9, "ppl": 20.0, "level_shares": None}
+    rows = [row | {"profile": p, "loaded_bits": b, "kl_milli": 100 / b} for p, b in (("2.0", 2.0), ("<b>", 4.0))]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    arguments = (
+        "report",
+        folder,
+        tmp_path / "r.html",
+        "--quality",
+        tmp_path / "rows.json",
+        "--png",
+        tmp_path / "png",
+        "--json",
+    )
+    code, out, err = tilequant(*arguments)
+    assert code == 0, err
+    pictures = ["share", "depth", "maps", "mass", "pareto", "levels"]
+    assert json.loads(out)["pictures"] == pictures
+    text = (tmp_path / "r.html").read_text()
+    assert text.count('src="data:image/png;base64,') == len(pictures) and "&lt;b&gt;" in text and "<b>" not in text
+    assert "http" not in text and "<script" not in text  # needs nothing from elsewhere
+    for name in pictures:
+        png = (tmp_path / "png" / f"{name}.png").read_bytes()
+        assert png.startswith(b"\x89PNG") and len(png) > 3000
+    (tmp_path / "rows.json").write_text("[1]")
+    assert "does not hold rows" in tilequant(*arguments)[2]
+
+
+def test_report_names_the_missing_package(toy, tmp_path, tilequant, monkeypatch):
+    for module in ("report", "cli.report", "checkpoint.report", "checkpoint.pictures"):
+        monkeypatch.delitem(sys.modules, f"vllm_tilequant.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    from vllm_tilequant import checkpoint
+
+    for name in ("report", "pictures"):
+        monkeypatch.delattr(checkpoint, name, raising=False)
+    code, _, err = tilequant("report", toy, tmp_path / "r.html")
+    assert code == 3 and "pip install 'vllm-tilequant[report]'" in err and not (tmp_path / "r.html").exists()
