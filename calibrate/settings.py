@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vllm_tilequant.calibrate.table3 import distribution
-from vllm_tilequant.schema import PROFILE_FULL, PROFILE_OFF
+from vllm_tilequant.schema import PROFILE_FULL, PROFILE_OFF, Profiles
 
 #: What a profile is made from: loaded bits, five shares, or a row of GRINQH's Table 3.
 Target = float | list[float] | str
@@ -88,6 +88,7 @@ class Settings(BaseModel):
             raise ValueError(f"max_bits 4 makes every tile 4-bit: leave out w4_fraction {self.w4_fraction}")
         if self.default_profile not in (*self.profiles, PROFILE_FULL, PROFILE_OFF):
             raise ValueError(f"default_profile {self.default_profile!r} is not one of {[*self.profiles, 'full', 'off']}")
+        Profiles(names=list(self.profiles), default=self.default_profile)  # refuses what the format would, before work
         if "profiles" not in self.model_fields_set:
             self.__dict__["profiles"] = {n: t for n, t in self.profiles.items() if self._within_budget(t)}
         for name, target in self.profiles.items():

@@ -254,6 +254,7 @@ def test_settings_are_validated():
     for wrong, message in (
         ({"w4_fraction": 1.5}, "w4_fraction"),
         ({"profiles": {"off": 3.0}}, "'full' or 'off'"),
+        ({"profiles": {"3.0": 3.0, "two words": 2.5}}, "letters, digits"),
         ({"default_profile": "7"}, "default_profile '7'"),
         ({"profiles": {"3.0": [0.5, 0.5, 0, 0, 0]}}, "average of loaded bits"),
         ({"thresholds": "percentile", "profiles": {"3.0": [0.5, 0.6, 0, 0, 0]}}, "sum to 1"),
