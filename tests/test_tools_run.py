@@ -121,7 +121,8 @@ def test_report_is_one_page_with_pictures(toy, tmp_path, tilequant):
     shutil.copytree(toy, folder)
     names = list(Checkpoint.open(folder).schema.modules)
     calibration = {
-        "score_mass": dict.fromkeys(names, 2.5) | {"unknown": 1.0, names[0]: "no number"},
+        "modules": {n: {"score_mass": 2.5} for n in names}
+        | {"unknown": {"score_mass": 1.0}, names[0]: {"score_mass": "no number"}, names[1]: 7},
         "search": {"2.0": {"shares": [0.1, 0.2, 0.3, 0.2, 0.2]}, "3.0": 7},
     }
     (folder / "calibration_report.json").write_text(json.dumps(calibration))

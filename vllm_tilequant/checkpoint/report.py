@@ -41,7 +41,10 @@ def draw(folder: str | Path, quality: list[dict[str, Any]] | None = None) -> dic
         ),
     }
     calibration = _calibration(checkpoint.folder)
-    if mass := _numbers(calibration.get("score_mass"), schema.modules):
+    described = calibration.get("modules")
+    modules = described if isinstance(described, dict) else {}
+    masses = {name: row.get("score_mass") for name, row in modules.items() if isinstance(row, dict)}
+    if mass := _numbers(masses, schema.modules):
         out["mass"] = (pictures.mass_map(mass), "The map follows these scores, per tile, under one budget for the model.")
     search = calibration.get("search")
     shares = {p: row.get("shares") for p, row in search.items() if isinstance(row, dict)} if isinstance(search, dict) else {}
