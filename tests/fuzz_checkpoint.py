@@ -290,6 +290,8 @@ def close(got: np.ndarray, want: np.ndarray, tolerance: float, what: str) -> Non
 
 def judge(folder: Path, number: int) -> str:
     """`refused` or `equal`; raises what went wrong."""
+    from transformers import AutoModelForCausalLM
+
     from vllm_tilequant import hf
 
     try:
@@ -301,6 +303,10 @@ def judge(folder: Path, number: int) -> str:
         if not message or len(message) > 8000 or any(not line.isprintable() for line in message.split("\n")):
             raise AssertionError(f"not a readable error: {message[:300]!r}") from None
         return "refused"
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    for name, tensor in dense.state_dict().items():
+        if not torch.equal(tensor, plain[name]):
+            raise AssertionError(f"{name}: from_pretrained and load_dense differ")
     truth, linears = true_model(folder)
     for name, linear in linears.items():
         # one rounding to float32 of each dense weight

@@ -176,4 +176,4 @@ def test_a_tilequant_folder_is_no_reference(toy, tmp_path, capsys):
     code, _, err = call(
         capsys, "evaluate", toy, "--reference", toy, "--text", tmp_path / "text", "--tokens", 128, "--window", 64
     )
-    assert code == 1 and "does not load tilequant checkpoints" in err
+    assert code == 1 and "is a tilequant checkpoint: the reference is the source model" in err

@@ -15,9 +15,11 @@ from cases import THRESHOLDS, make_rows
 from tolerances import FLOAT32_RMS, relative_rms
 from toy import write_toy
 from vllm_tilequant import hf
-from vllm_tilequant.checkpoint.reader import Checkpoint
+from vllm_tilequant.checkpoint.reader import Checkpoint, CheckpointError
 from vllm_tilequant.kernels import layout, reference
 from vllm_tilequant.schema import LEVELS, FormatError
+
+Q = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +142,43 @@ def test_a_dense_model_saves_and_loads_as_an_ordinary_one(folder, tmp_path):
     assert torch.equal(dense(ids).logits, again(ids).logits)
 
 
-def test_from_pretrained_says_what_to_use(folder):
-    with pytest.raises(NotImplementedError, match=r"vllm_tilequant\.hf\.load_reference"):
-        AutoModelForCausalLM.from_pretrained(folder)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_from_pretrained_gives_the_dense_model(folder, tmp_path, dtype):
+    plain, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = torch.arange(3, 60)[None]
+    assert torch.equal(plain(ids).logits, hf.load_dense(folder, dtype)(ids).logits)
+    assert getattr(plain.config, "quantization_config", None) is None
+    plain.save_pretrained(tmp_path)  # an ordinary model again
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "name,change,error",
+    [
+        (f"{Q}.weight_tile_scale", lambda t: t.fill_(-1), "not finite and > 0"),
+        (f"{Q}.weight_plane1", None, "weight_plane1: missing"),
+        ("model.norm.weight", None, "model.norm.weight: in the model, not in the checkpoint"),
+        ("model.norm.weight", lambda t: t.fill_(float("nan")), "model.norm.weight is not finite"),
+    ],
+)
+def test_plain_from_pretrained_never_returns_random_weights(folder, tmp_path, name, change, error):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    tensors = load_file(broken / "model.safetensors")
+    if change:
+        change(tensors[name])
+    else:
+        del tensors[name]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=error):
+        AutoModelForCausalLM.from_pretrained(broken)
+
+
+def test_plain_from_pretrained_takes_one_device(folder):
+    pytest.importorskip("accelerate")  # without it, transformers refuses any device_map itself
+    with pytest.raises(NotImplementedError, match="onto one device"):
+        AutoModelForCausalLM.from_pretrained(folder, device_map="auto")
 
 
 @pytest.mark.parametrize(

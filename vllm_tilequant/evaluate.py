@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_tilequant import hf
+from vllm_tilequant.checkpoint.files import read_config
 from vllm_tilequant.checkpoint.reader import Checkpoint
-from vllm_tilequant.schema import ACTIVATIONS, LEVELS, PROFILE_FULL, PROFILE_OFF, QuantizationSchema
+from vllm_tilequant.schema import ACTIVATIONS, LEVELS, PROFILE_FULL, PROFILE_OFF, QUANT_METHOD, QuantizationSchema
 
 PHASES = ("static", "graded")
 #: Rows of logits compared at once, so that the float32 copies stay small whatever the vocabulary.
@@ -140,6 +141,8 @@ def evaluate(
         source, source_name = reference, getattr(getattr(reference, "config", None), "name_or_path", "") or "reference"
     else:
         source_name = str(reference)
+        if Path(reference).is_dir() and _is_tilequant(read_config(Path(reference))):
+            raise ValueError(f"{reference} is a tilequant checkpoint: the reference is the source model it was made from")
         source = nn.Module.to(AutoModelForCausalLM.from_pretrained(reference, dtype=dtype), device).eval()
     if batch is None:
         vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -214,3 +217,8 @@ def _statistics(kl: Tensor) -> dict[str, float]:
 def _shares(counts: hf.ReadCounts) -> dict[str, float] | None:
     shares = counts.level_shares
     return None if shares is None else {str(level): s for level, s in zip(LEVELS, shares, strict=True)}
+
+
+def _is_tilequant(config: dict[str, Any]) -> bool:
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD

@@ -4,8 +4,8 @@
 arithmetic of the serving path (`kernels.portable.graded_linear`: integer sums per tile, rotated basis), so that an agreement of
 the two says something. It also works on thousands of rows at once, which the serving path does not need.
 
-Importing this module makes `AutoModelForCausalLM.from_pretrained` on a tilequant folder fail with a sentence, where
-transformers alone would warn, skip the quantization and return random weights.
+Importing this module makes `AutoModelForCausalLM.from_pretrained` load a tilequant folder as a dense model, where transformers
+alone would warn, skip the quantization and return random weights.
 """
 
 from __future__ import annotations
@@ -22,20 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-    register_quantization_config,
-    register_quantizer,
-)
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vllm_tilequant.checkpoint.files import CheckpointError, printable
 from vllm_tilequant.checkpoint.reader import Checkpoint
+from vllm_tilequant.hf_quantizer import check_shapes, refuse
+from vllm_tilequant.hf_quantizer import replace as replace_module
 from vllm_tilequant.kernels import layout, portable
 from vllm_tilequant.kernels.dispatch import GRADED_ROWS, takes_graded
-from vllm_tilequant.schema import ACTIVATIONS, LEVELS, PROFILE_FULL, PROFILE_OFF, QUANT_METHOD, TILE, QuantizationSchema
+from vllm_tilequant.schema import ACTIVATIONS, LEVELS, PROFILE_FULL, PROFILE_OFF, TILE, QuantizationSchema
 
 Graded = Literal["rows", "always", "never"]
 #: Thresholds of profile `full`: every |x| is greater, so that every channel is read at all its stored bits.
@@ -255,7 +249,7 @@ def load_reference(
         m = checkpoint.module(name)
         layer = TileLinear(layout.to_device(m.weight, device), transforms, m.thresholds, m.bias, shared=shared, dtype=dtype)
         shared.layers[name] = layer
-        _replace(model, name, layer)
+        replace_module(model, name, layer)
     _load_dense(model, checkpoint, ())
     model.tilequant = shared  # type: ignore[assignment]
     return _ready(model, device)
@@ -292,7 +286,7 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
             del config.quantization_config
         with torch.device("meta"), no_init_weights():
             shapes = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    _check_shapes(shapes, checkpoint)
+    check_shapes(shapes, checkpoint)
     # untouched pages cost nothing; buffers such as rotary frequencies are computed as always
     with _words(checkpoint), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -310,33 +304,6 @@ def _words(checkpoint: Checkpoint) -> Iterator[None]:
         raise CheckpointError(f"transformers cannot build the model that {checkpoint.folder} describes: {why}") from e
 
 
-def _check_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Raise `CheckpointError` unless each quantized module has its place and each dense tensor the shape that the model has."""
-    found = dict(model.named_modules())
-    faults = []
-    for name, m in checkpoint.schema.modules.items():
-        linear = found.get(name)
-        if not isinstance(linear, nn.Linear):
-            faults.append(f"{name}: the model has {type(linear).__name__ if linear else 'no such module'}, wanted Linear")
-        elif (linear.out_features, linear.in_features) != (m.out_features, m.in_features):
-            shape = [linear.out_features, linear.in_features]
-            faults.append(f"{name}: the model has {shape}, the checkpoint [{m.out_features}, {m.in_features}]")
-        elif (linear.bias is not None) != m.bias:
-            faults.append(f"{name}: bias is {linear.bias is not None} in the model, {m.bias} in the checkpoint")
-    places = model.state_dict(keep_vars=True)
-    for name in checkpoint.dense_names:
-        stored, place = list(checkpoint.headers[name].shape), places.get(name)
-        if place is not None and list(place.shape) != stored:
-            faults.append(f"{name}: {stored} in the checkpoint, {list(place.shape)} in the model")
-    _refuse(model, checkpoint, faults)
-
-
-def _refuse(model: PreTrainedModel, checkpoint: Checkpoint, faults: list[str]) -> None:
-    if faults:
-        shown = "\n  ".join(map(printable, faults[:20]))
-        raise CheckpointError(f"{checkpoint.folder} does not fit {type(model).__name__}:\n  {shown}")
-
-
 def _load_dense(model: PreTrainedModel, checkpoint: Checkpoint, already: Iterable[str]) -> None:
     """Copy every tensor that is not quantized; `CheckpointError` names tensors without a place and places without a tensor."""
     places = model.state_dict(keep_vars=True)
@@ -351,7 +318,7 @@ def _load_dense(model: PreTrainedModel, checkpoint: Checkpoint, already: Iterabl
             place.copy_(checkpoint.dense(name))  # its shape was compared already
         filled.add(place.data_ptr())  # a tied weight has two names and one address
     faults += [f"{name}: in the model, not in the checkpoint" for name, p in places.items() if p.data_ptr() not in filled]
-    _refuse(model, checkpoint, faults)
+    refuse(model, checkpoint, faults)
 
 
 def _ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -360,44 +327,7 @@ def _ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, new)
-
-
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-class TileQuantHfConfig(QuantizationConfigMixin):
-    """What transformers makes of `quantization_config`; holds its fields as they are."""
-
-    def __init__(self, **fields: Any):
-        self.__dict__.update(fields)
-        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
-
-
-class TileQuantHfQuantizer(HfQuantizer):
-    """Refuses `from_pretrained`, which would otherwise leave the quantized linears at random values."""
-
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "transformers' from_pretrained does not load tilequant checkpoints: use vllm_tilequant.hf.load_reference(folder) "
-            "for graded and static products, vllm_tilequant.hf.load_dense(folder) for a plain model, or serve the folder "
-            "with vLLM"
-        )
-
-    @property
-    def is_trainable(self) -> bool:
-        return False
-
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        return False
-
-
-if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
-    register_quantizer(QUANT_METHOD)(TileQuantHfQuantizer)
-if QUANT_METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-    register_quantization_config(QUANT_METHOD)(TileQuantHfConfig)

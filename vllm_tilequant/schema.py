@@ -35,6 +35,9 @@ OUTPUT_TRANSFORM = "output_transform"
 THRESHOLDS = "thresholds"
 BIAS = "bias"
 
+#: Every tensor a linear stores in this format (a bias keeps its usual name).
+TENSORS = (PLANE0, PLANE1, EXTENSION, MAP, SCALE, OUTPUT_TRANSFORM, THRESHOLDS)
+
 #: Names a user may give instead of a stored profile: every stored plane through the graded path; no grading at all.
 PROFILE_FULL = "full"
 PROFILE_OFF = "off"

@@ -17,8 +17,6 @@ from vllm_tilequant.kernels import layout
 
 __all__ = ["Checkpoint", "CheckpointError", "Header", "StoredModule", "header_faults", "read_config"]
 
-_OWN_SUFFIXES = (s.PLANE0, s.PLANE1, s.EXTENSION, s.MAP, s.SCALE, s.OUTPUT_TRANSFORM, s.THRESHOLDS)
-
 
 @dataclass(frozen=True)
 class StoredModule:
@@ -99,7 +97,7 @@ class Checkpoint(Tensors):
         total = weights = 0
         for name, m in self.schema.modules.items():
             weights += m.out_features * m.in_features
-            for suffix in _OWN_SUFFIXES:
+            for suffix in s.TENSORS:
                 total += self.headers[f"{name}.{suffix}"].nbytes
         return 8 * total / weights
 
@@ -128,7 +126,7 @@ def header_faults(schema: s.QuantizationSchema, headers: dict[str, Header]) -> l
                 )
     for name in headers:
         module, _, suffix = name.rpartition(".")
-        if name not in expected and (suffix in _OWN_SUFFIXES or module in schema.modules):
+        if name not in expected and (suffix in s.TENSORS or module in schema.modules):
             faults.append(f"{name}: extra, config.json does not announce it")
     return faults
 
