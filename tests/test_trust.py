@@ -81,12 +81,27 @@ def quantization(folder, change):
         (lambda q: q["profiles"].update(names=["a b", "\n", "x"]), "profile names of 1 to 64 letters"),
         (lambda q: q.update(ignore=["re:("]), "no regular expression"),
         (lambda q: q.update(ignore=["re:(a+)+$"]), "repeats a group"),
+        (lambda q: q.update(ignore=[r"re:(a+\\)+$"]), "repeats a group"),
+        (lambda q: q.update(ignore=["re:.*.*.*.*x"]), "branches too often"),
+        (lambda q: q.update(ignore=["re:" + "(.|.)" * 21 + "x"]), "branches too often"),
+        (lambda q: q.update(ignore=["re:" + ".?" * 21 + "x"]), "branches too often"),
         (lambda q: q.update(modules=7), "modules: Input should be a valid dictionary"),
     ],
 )
 def test_types_and_bounds_of_the_quantization_config(folder, change, message):
     quantization(folder, change)
     refuse(folder, message)
+
+
+def test_usual_patterns_are_fine(folder):
+    usual = [
+        r"re:.*lm_head.*",
+        r"re:.*layers\.\d+\.(q|k|v)_proj.*",
+        r"re:model\.layers\.(0|1|2|3|4|5)\..*",
+        r"re:(?:visual|vision)\..+",
+    ]
+    quantization(folder, lambda q: q.update(ignore=usual))
+    assert Checkpoint.open(folder).schema.ignore == usual
 
 
 def test_layers_that_no_file_holds(folder):
@@ -128,6 +143,13 @@ def test_a_pipe_is_not_waited_for(folder):
 def test_an_index_of_other_types(folder, weight_map):
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     refuse(folder, "index")
+
+
+def test_metadata_of_an_index(folder):
+    """transformers asks for its fields, whatever it is."""
+    weight_map = dict.fromkeys(load_file(folder / WEIGHTS), WEIGHTS)
+    (folder / INDEX).write_text(json.dumps({"metadata": 3, "weight_map": weight_map}))
+    refuse(folder, "its metadata is no object")
 
 
 def header_with(folder, change):

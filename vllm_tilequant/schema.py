@@ -53,9 +53,9 @@ MAX_FEATURES = 1 << 22
 MAX_PROFILES = 64
 _NAME = re.compile(r"[\w.:/-]{1,512}", re.ASCII)
 _PROFILE_NAME = re.compile(r"[\w.+-]{1,64}", re.ASCII)
-#: A quantified group can make a pattern take exponential time, many quantifiers a high power of the name's length.
-_QUANTIFIED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
-_MAX_QUANTIFIERS = 6
+#: A quantified group can make a pattern take exponential time; so can many branches, and many repeats a high power.
+_QUANTIFIED_GROUP = re.compile(r"\)[*+{]")
+_MAX_PATTERN_STEPS = 1_000_000
 _SHOWN = 12
 
 
@@ -217,8 +217,8 @@ class QuantizationSchema(BaseModel):
                 re.compile(entry.removeprefix("re:"))
             except (re.error, RecursionError, OverflowError) as e:
                 raise ValueError(f"{entry!r} is no regular expression: {e}") from None
-            if _QUANTIFIED_GROUP.search(entry) or len(re.findall(r"[*+{]", entry)) > _MAX_QUANTIFIERS:
-                raise ValueError(f"{entry!r} repeats a group, or has over {_MAX_QUANTIFIERS} repeats: name modules instead")
+            if _QUANTIFIED_GROUP.search(entry) or _steps(entry) > _MAX_PATTERN_STEPS:
+                raise ValueError(f"{entry!r} repeats a group, or repeats and branches too often: name modules instead")
         return ignore
 
     @field_validator("modules")
@@ -296,6 +296,12 @@ def _upgrade(data: dict[str, Any]) -> str:
     if isinstance(version, str) and re.fullmatch(r"[\w.+!-]{1,40}", version, re.ASCII):
         return f"vllm-tilequant {version} wrote it and reads it; upgrade to that version or a newer one"
     return "upgrade vllm-tilequant"
+
+
+def _steps(pattern: str) -> int:
+    """Rough bound of what a backtracking matcher takes on a name of 60 characters: 60 for a repeat, 2 for a branch."""
+    repeats, branches = len(re.findall(r"[*+{]", pattern)), len(re.findall(r"(?<!\()\?|\|", pattern))
+    return 60 ** min(repeats, 10) * 2 ** min(branches, 40)
 
 
 def _place(location: tuple[int | str, ...]) -> str:

@@ -27,6 +27,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 MAX_JSON_BYTES = 64 << 20
 MAX_HEADER_BYTES = 100 << 20  #: what safetensors itself allows
 MAX_DIMENSIONS = 8
+MAX_NAME = 256
 #: Bits of one element of every safetensors type; a type that is not listed is refused by name.
 DTYPE_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -177,7 +178,10 @@ def _weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     """The weight files, and the index's own map of tensor -> file if the folder has an index."""
     weight_map = None
     if (folder / INDEX).exists():
-        weight_map = read_json_object(folder, INDEX).get("weight_map")
+        fields = read_json_object(folder, INDEX)
+        weight_map = fields.get("weight_map")
+        if not isinstance(fields.get("metadata", {}), dict):
+            raise CheckpointError(f"{folder / INDEX} is not a safetensors index: its metadata is no object")
         if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
             raise CheckpointError(f"{folder / INDEX} is not a safetensors index: wanted an object weight_map, tensor -> file")
         files = sorted(set(weight_map.values()))
@@ -231,6 +235,8 @@ def _file_headers(folder: Path, file: str) -> dict[str, Header]:
         raise damaged("its metadata is no object of strings")
     headers, spans = {}, []
     for name, entry in entries.items():
+        if len(name) > MAX_NAME:
+            raise damaged(f"a tensor's name has {len(name)} characters, more than {MAX_NAME}")
         try:
             headers[name], span = _header(file, entry)
         except ValueError as e:
