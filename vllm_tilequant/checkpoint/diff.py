@@ -70,9 +70,10 @@ def _module(a: Checkpoint, b: Checkpoint, name: str) -> dict[str, Any]:
         row["scale"] = change  # of tiles with equal bits: other bits always bring another scale
     if not torch.equal(_matrices(a, wa), _matrices(b, wb)):
         row["transform"] = "differs"
-    codes = layout.unpack(wa) != layout.unpack(wb)
-    if bool((codes := codes & layout.expand_tiles(~moved)).any()):
-        row["codes_changed"] = int(codes.sum())
+    if not all(torch.equal(getattr(wa, part), getattr(wb, part)) for part in ("plane0", "plane1", "extension")):
+        codes = (layout.unpack(wa) != layout.unpack(wb)) & layout.expand_tiles(~moved)
+        if bool(codes.any()):
+            row["codes_changed"] = int(codes.sum())
     thresholds = {}
     for profile in a.schema.profiles.names:
         if profile in b.schema.profiles.names:

@@ -70,11 +70,11 @@ class Checkpoint(Tensors):
         module = self.schema.modules[name]
         found = layout.payload_faults(tensors, module.tile_counts, len(self.schema.transforms))
         faults = [f"{name}.{fault}" for fault in found]
-        if not any(fault.startswith(s.MAP) for fault in found):
+        if not any(fault.startswith(s.MAP) for fault in found) and bool((tensors[s.MAP] == 2).any()):
             narrow = layout.expand_tiles(tensors[s.MAP]) == 2
             # seen as 4-bit tiles, what lies in the dense plane 1 of 2-bit ones shows in the codes
             wide = layout.from_tensors(tensors | {s.MAP: tensors[s.MAP].clamp_min(4)})
-            if bool(narrow.any()) and bool((layout.unpack(wide)[narrow] & 3).any()):
+            if bool((layout.unpack(wide)[narrow] & 3).any()):
                 faults.append(f"{name}.{s.PLANE1} is not empty under 2-bit tiles")
         first = self.schema.groups[module.input_group][0]
         if first != name and not torch.equal(self.tensor(f"{first}.{s.THRESHOLDS}"), tensors[s.THRESHOLDS]):
