@@ -33,7 +33,7 @@ class Progress:
         self._console = Console(stderr=True)
         self._status: Status | None = None
         self._phase, self._began, self._told = "", time.perf_counter(), time.perf_counter()
-        self._paces: dict[str, float] = {}
+        self._done: list[str] = []  # phases that this process has gone through
 
     @contextmanager
     def phase(self, name: str, before: float = 0.0) -> Iterator[None]:
@@ -49,8 +49,7 @@ class Progress:
             if self._status is not None:
                 self._status.stop()
                 self._status = None
-        if self.expected.get(name):
-            self._paces[name] = self.seconds[name] / self.expected[name]
+        self._done.append(name)
         self.say(f"{name} done in {clock(self.seconds[name])}, {self._memory()}")
 
     def restored(self, name: str, seconds: float) -> None:
@@ -75,7 +74,7 @@ class Progress:
             loop = self._phase if what == self._phase else f"{self._phase}: {what}"
             self._tell(
                 f"{loop} {k} of {total or '?'}{name}, {clock(self.elapsed)}, "
-                f"about {clock(self._left(left))} left, {self._memory()}"
+                f"about {clock(self._left(left, k / (total or k) if what == self._phase else None))} left, {self._memory()}"
             )
 
     def say(self, line: str) -> None:
@@ -98,14 +97,20 @@ class Progress:
             with self.log.open("a") as f:
                 f.write(f"{datetime.now().isoformat(' ', 'seconds')} {line}\n")
 
-    def _left(self, of_loop: float) -> float:
-        """Seconds left: of the current loop, or what was expected of this phase and the later ones at the pace seen so far."""
+    def _left(self, of_loop: float, share: float | None) -> float:
+        """Seconds left: of the current loop, or what was expected of this phase and the later ones at the pace seen so far.
+
+        share: how much of the phase is done, where its loop is the whole of it
+        """
         if self._phase not in self.expected:
             return of_loop
-        pace = sum(self._paces.values()) / len(self._paces) if self._paces else 1.0
+        took = sum(self.seconds[p] for p in self._done) + (self.elapsed if share else 0)
+        wanted = sum(self.expected.get(p, 0) for p in self._done) + self.expected[self._phase] * (share or 0)
+        pace = took / wanted if wanted else 1.0
         phases = list(self.expected)
         later = sum(self.expected[p] for p in phases[phases.index(self._phase) + 1 :])
-        return max(of_loop, self.expected[self._phase] * pace - self.elapsed) + later * pace
+        here = of_loop if share else max(of_loop, self.expected[self._phase] * pace - self.elapsed)
+        return here + later * pace
 
     def _memory(self) -> str:
         text = f"{psutil.Process().memory_info().rss / 2**30:.2f} GiB"

@@ -173,7 +173,8 @@ def test_progress_counts_and_foretells(tmp_path, monkeypatch, capsys):
         for _ in progress.track(range(4), "loop"):
             now[0] += 90
     lines = [line[20:] for line in (tmp_path / "log.txt").read_text().splitlines()]
-    assert lines[0].startswith("first 1 of 2, 20.0 s, about 2:00 left, ") and lines[0].endswith("GiB")
+    # 20 s of the 5 expected: 20 more, and four times 100
+    assert lines[0].startswith("first 1 of 2, 20.0 s, about 7:00 left, ") and lines[0].endswith("GiB")
     assert lines[2].startswith("first done in 40.0 s")
     assert lines[3].startswith("second: loop 1 of 4, 2:20, about 4:30 left, ")  # more than 400 - 140: the loop knows better
     assert lines[-1].startswith("second done in 6:50") and progress.seconds == {"first": 40, "second": 410}
