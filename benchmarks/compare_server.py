@@ -46,19 +46,19 @@ PROMPTS = (
     "Dear Sir or Madam, I am writing to ask whether the library will be open on the first Sunday of",
     "Three friends share a bag of twelve apples equally. Each friend eats one apple, so each one has",
 )
-#: Texts whose continuation the sample model is sure of: its graded reference gives the same tokens under last-bit noise (best
-#: token ahead by 0.3 logits or more in every one of 32 steps), so that a difference means something.
+#: Texts whose continuation the sample model is sure of: in graded references of two checkpoints (calibrated on different texts)
+#: the best token led by 0.5 logits or more in every one of 32 steps, so that last-bit noise does not change it.
 STEADY = (
-    "Count from one upwards, one number after the other: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,",
     "The even numbers in order are 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24,",
-    "<ul>\n<li>item 1</li>\n<li>item 2</li>\n<li>item 3</li>\n<li>item 4</li>\n<li>item",
-    "x = 1\nx = 2\nx = 3\nx = 4\nx = 5\nx = 6\nx =",
     "The wheel turns. The river flows. The wheel turns. The river flows. The wheel turns. The river flows. The wheel",
-    "0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1",
-    "Row 1: yes\nRow 2: yes\nRow 3: yes\nRow 4: yes\nRow 5: yes\nRow 6:",
-    "| a | b |\n|---|---|\n| 1 | 2 |\n| 1 | 2 |\n| 1 | 2 |\n| 1 | 2 |\n| 1 |",
     "Left, right, left, right, left, right, left, right, left, right, left, right, left,",
     "2001, 2002, 2003, 2004, 2005, 2006, 2007, 2008, 2009, 2010, 2011,",
+    "1901, 1902, 1903, 1904, 1905, 1906, 1907, 1908, 1909, 1910,",
+    "10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130,",
+    "Page 11, Page 12, Page 13, Page 14, Page 15, Page 16, Page 17,",
+    "1. one\n2. one\n3. one\n4. one\n5. one\n6. one\n7. one\n8.",
+    "1801 1802 1803 1804 1805 1806 1807 1808 1809 1810",
+    "The bell rings. The door opens. The bell rings. The door opens. The bell rings. The door opens. The bell",
 )
 PROMPT_SETS = {"open": PROMPTS, "steady": STEADY}
 
