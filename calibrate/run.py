@@ -112,6 +112,8 @@ def _write(network: PreTrainedModel, tokenizer: Any, records: Any, modifier: Til
     """Calibrate and save beside the output, then move it there in one step."""
     from llmcompressor import oneshot
 
+    from vllm_tilequant.checkpoint.manifest import write_manifest
+
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -127,6 +129,7 @@ def _write(network: PreTrainedModel, tokenizer: Any, records: Any, modifier: Til
         )
         if (source / "generation_config.json").is_file():
             shutil.copy(source / "generation_config.json", partial)
+        write_manifest(partial)
         partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -132,7 +132,8 @@ def level_shares(shares: Mapping[str, Iterable[float]]) -> bytes:
     axes = figure.add_subplot()
     table = np.array([list(v) for v in shares.values()], dtype=float)
     left = np.zeros(len(shares))
-    for level, colour, column in zip(s.LEVELS, ("#d9d9d9", *_WIDTHS.colors), table.T, strict=True):
+    colours = ["#d9d9d9", *(_WIDTHS(i) for i in range(len(s.LEVELS) - 1))]
+    for level, colour, column in zip(s.LEVELS, colours, table.T, strict=True):
         axes.barh(list(shares), column, left=left, color=colour, edgecolor="white", linewidth=0.5, label=f"{level}")
         left += column
     axes.set(xlim=(0, 1), title="Share of channels by bits read")
