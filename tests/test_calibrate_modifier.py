@@ -44,7 +44,14 @@ def test_the_folder_is_complete_and_sound(quantized, model):
     assert summary.modules == 14 and summary.profiles == ["2.5", "3.0", "3.5", "4.0", "5.0"]
     tiles = sum(summary.tile_counts.values())
     assert summary.tile_counts[4] == round(0.6 * tiles)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "recipe.yaml", "calibration_report.json", "SHA256SUMS"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "recipe.yaml",
+        "calibration_report.json",
+        "SHA256SUMS",
+    ):
         assert (quantized / name).is_file(), name
     schema = Checkpoint.open(quantized).schema
     assert schema.ignore == ["lm_head"] and schema.profiles.default == "3.0"
