@@ -38,3 +38,41 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Folder of a tiny source model (transformers is imported only where this is asked for)."""
+    from tiny import write_model
+
+    return write_model(tmp_path_factory.mktemp("source") / "model")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A calibration text in that model's words."""
+    from tiny import write_text
+
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A small checkpoint with biases that tensor parallelism can halve."""
+    from toy import write_toy
+
+    return write_toy(tmp_path_factory.mktemp("toy") / "toy", bias=True, heads=4, kv_heads=2, hidden=256, intermediate=256)
+
+
+@pytest.fixture
+def tilequant(capsys):
+    """Run a verb of the command; returns (exit code, stdout, stderr)."""
+    from vllm_tilequant import cli
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as e:
+            cli.main([str(a) for a in arguments])
+        out = capsys.readouterr()
+        return e.value.code or 0, out.out, out.err
+
+    return call

@@ -9,7 +9,7 @@ import yaml
 from llmcompressor import oneshot
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tiny import hashes, write_model, write_text
+from tiny import hashes, write_model
 from toy import write_tokenizer
 from vllm_tilequant.calibrate.data import bundled_text, load_calibration
 from vllm_tilequant.calibrate.modifier import TileQuantModifier
@@ -20,16 +20,6 @@ from vllm_tilequant.hf import load_dense
 from vllm_tilequant.schema import FormatError
 
 pytestmark = pytest.mark.calibrate
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("source") / "model")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 @pytest.fixture(scope="module")

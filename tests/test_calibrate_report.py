@@ -11,23 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tiny import hashes, write_model, write_text
+from tiny import hashes, write_model
 from vllm_tilequant.calibrate.data import batches, load_records
 from vllm_tilequant.calibrate.progress import Progress, clock
 from vllm_tilequant.calibrate.run import quantize
 from vllm_tilequant.checkpoint.reader import Checkpoint
 
 pytestmark = pytest.mark.calibrate
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("source") / "model")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny import hashes, write_model, write_text
+from tiny import hashes
 from vllm_tilequant.calibrate.run import quantize
 from vllm_tilequant.calibrate.work import WorkFolder, model_fingerprint
 from vllm_tilequant.checkpoint.verify import verify
@@ -34,16 +34,6 @@ Progress._write = and_die
 main(sys.argv[2:])
 """
 OPTIONS = dict(samples=8, length=32, seed=0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("source") / "model")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 @pytest.fixture(scope="module")

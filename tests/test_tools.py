@@ -10,31 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from toy import write_toy
-from vllm_tilequant import cli
 from vllm_tilequant.checkpoint.parallel import tensor_parallel
 from vllm_tilequant.checkpoint.reader import Checkpoint
 from vllm_tilequant.kernels import layout, portable
 
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 Q = "model.layers.0.self_attn.q_proj"
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return write_toy(tmp_path_factory.mktemp("toy") / "toy", bias=True, heads=4, kv_heads=2, hidden=256, intermediate=256)
-
-
-@pytest.fixture
-def tilequant(capsys):
-    """Run a verb; returns (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as e:
-            cli.main([str(a) for a in arguments])
-        out = capsys.readouterr()
-        return e.value.code or 0, out.out, out.err
-
-    return call
 
 
 def copy(toy, tmp_path, change):

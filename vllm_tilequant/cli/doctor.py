@@ -63,7 +63,7 @@ def _torch() -> dict[str, Any]:
         import torch
 
         from vllm_tilequant.kernels import capability
-    except Exception as e:  # noqa: BLE001 - a broken torch is a finding
+    except (ImportError, OSError, RuntimeError, AttributeError) as e:  # a broken torch is a finding
         return {"torch_error": f"{type(e).__name__}: {e}", "gpus": [], "kernels": {}}
 
     def reasons(of: tuple[int, int] | None) -> dict[str, str | None]:
