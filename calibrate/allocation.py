@@ -58,6 +58,15 @@ def allocate(scores: dict[str, Tensor], narrow: int, wide: int = 8) -> dict[str,
     return out
 
 
+def pool(scores: dict[str, Tensor], unit: str) -> dict[str, Tensor]:
+    """Every tile's score replaced by the mean of its unit: `row` (one output tile), `column` (one input tile) or `module`.
+
+    scores: module -> [N/64, K/64], also the result; `tile` leaves them as they are
+    """
+    axes = {"tile": None, "row": (1,), "column": (0,), "module": (0, 1)}[unit]
+    return scores if axes is None else {n: r.mean(axes, keepdim=True).expand_as(r) for n, r in scores.items()}
+
+
 def random_scores(shapes: dict[str, tuple[int, int]], seed: int) -> dict[str, Tensor]:
     """A control: scores that know nothing. shapes: module -> (N/64, K/64)."""
     g = torch.Generator().manual_seed(seed)

@@ -35,10 +35,12 @@ def build_schema(result: Result, linears: dict[str, nn.Linear], profiles: list[s
             tile_counts={int(b): int(c) for b, c in zip(bits, counts, strict=True)},
             bias=linear.bias is not None,
             input_group=group_of[name],
+            input_transform=len(result.transforms) - 1 if group_of[name] in result.rotated else None,
         )
     return s.QuantizationSchema(
         quant_method=s.QUANT_METHOD,
         format_version=s.FORMAT_VERSION,
+        required_features=[s.INPUT_TRANSFORM] if result.rotated else [],
         tile=s.TILE,
         max_bits=result.max_bits,
         transforms=result.transforms,

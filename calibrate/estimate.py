@@ -20,7 +20,7 @@ from torch import nn
 from vllm_tilequant.calibrate.allocation import narrow_tiles
 from vllm_tilequant.calibrate.capture import Group, find_groups
 from vllm_tilequant.calibrate.decode import DECODE_TOKENS
-from vllm_tilequant.calibrate.pipeline import HESSIAN_BYTES, HISTOGRAM_ROWS
+from vllm_tilequant.calibrate.pipeline import HISTOGRAM_ROWS
 from vllm_tilequant.calibrate.progress import clock
 from vllm_tilequant.calibrate.sensitivity import CHUNK_ELEMENTS
 from vllm_tilequant.calibrate.settings import Settings
@@ -97,7 +97,10 @@ def estimate(
     activations = width * (sum(ks) + sum(ns)) + 5 * hidden * len(groups)  # of one token, held for its backward pass
     logits = length * vocabulary * (4 * width + 16)
     products = max(min(CHUNK_ELEMENTS, length * n * k // TILE) for n, k in sizes.values())
-    hessians = min(4 * sum(k * k for k in ks), max(HESSIAN_BYTES, 4 * max(ks) ** 2)) if settings.codes == "gptq" else 0
+    follows = settings.codes == "gptq" and settings.propagation != "off"
+    hessians = (8 if follows else 4) * max(ks) ** 2 if settings.codes == "gptq" else 0
+    depth = max(len(groups) // 4, 1)  # decoder layers: inputs of one layer, and two streams of hidden states, of all records
+    hessians += records * length * width * (sum(ks) // depth + 4 * hidden) if settings.codes == "gptq" else 0
     inverse = 8 * _INVERSE_COPIES * max(ks) ** 2 if settings.codes == "gptq" else 0
     decode = scored and settings.scores in ("joint", "decode")
     beside = {
@@ -111,7 +114,7 @@ def estimate(
 
     forward = 2 * weights * length / rates.model  # seconds of one record
     head = 6 * hidden * vocabulary * length / rates.model
-    passes = -(-4 * sum(k * k for k in ks) // HESSIAN_BYTES) if settings.codes == "gptq" else 0
+    passes = (4.5 if follows else 2) if settings.codes == "gptq" else 0  # of a whole model, layer by layer
     transforms = 1 + (settings.output_seeds if settings.output_transform == "best" else 0)
     pairs = list(zip(ns, ks, strict=True))
     seconds = {

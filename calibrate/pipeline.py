@@ -1,61 +1,85 @@
 """The order of work of a calibration, each step feeding the next.
 
-statistics of the inputs -> output transforms and scales for narrow and wide tiles -> tile scores -> map under the model-wide
-budget -> codes by GPTQ under the map -> thresholds of every profile. Scores need gradients of causal passes, and where decode
-steps count, provisional thresholds with all tiles wide.
+statistics of the inputs -> transforms and scales for narrow and wide tiles -> tile scores -> map under the model-wide budget ->
+codes by GPTQ under the map, layer by layer -> thresholds of every profile. Scores need gradients of causal passes; decode steps
+and graded propagation need provisional thresholds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from vllm_tilequant.calibrate import quantize, sensitivity
-from vllm_tilequant.calibrate.allocation import NARROW, allocate, narrow_tiles, random_scores
+from vllm_tilequant.calibrate.allocation import NARROW, allocate, narrow_tiles, pool, random_scores
 from vllm_tilequant.calibrate.capture import Batch, Group, find_groups, token_mask, watch_inputs
+from vllm_tilequant.calibrate.moments import Moments
 from vllm_tilequant.calibrate.progress import Progress
-from vllm_tilequant.calibrate.search import search_thresholds
+from vllm_tilequant.calibrate.search import graded_candidates, search_thresholds
 from vllm_tilequant.calibrate.settings import Settings, Target
+from vllm_tilequant.calibrate.streams import Block, Streams, find_blocks
 from vllm_tilequant.calibrate.table3 import distribution
 from vllm_tilequant.calibrate.thresholds import (
     GroupStatistics,
     Histogram,
+    expected_error,
     optimal_thresholds,
     optimal_thresholds_per_group,
     percentile_thresholds,
 )
 from vllm_tilequant.calibrate.work import WorkFolder
 from vllm_tilequant.kernels import layout
-from vllm_tilequant.kernels.portable import PortableWeight, prepare
-from vllm_tilequant.schema import TILE, Transform
+from vllm_tilequant.kernels.portable import PortableWeight, dequantize, prepare, static_linear
+from vllm_tilequant.schema import PROFILE_FULL, PROFILE_OFF, TILE, Transform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Memory for the Hessians that are alive at once; more layers than fit take another pass over the text.
-HESSIAN_BYTES = 4 << 30
 #: Rows of a record whose magnitudes enter the threshold histograms.
 HISTOGRAM_ROWS = 128
 #: Average of loaded bits under which the decode phase is scored, before any profile is known.
 _PROVISIONAL_BITS = 3.0
+_NO_ROTATION, _ROTATION = False, True
+
+
+@dataclass
+class InputStatistics:
+    """Of one shared input, as it comes or rotated: sum of x^2 per channel ([K] float64) and magnitudes."""
+
+    squares: Tensor
+    histogram: Histogram
+
+    def add_record(self, x: Tensor) -> None:
+        """x: [M, K], the rows of one batch. Sums stay on its device: a transfer would wait for the model's pass."""
+        self.squares = self.squares.to(x.device) + x.float().square().sum(0).double()
+        self.histogram.add_record(x[:: max(1, x.shape[0] // HISTOGRAM_ROWS)])
+
+    def to_cpu(self) -> None:
+        self.squares = self.squares.cpu()
+        self.histogram.to_cpu()
+
+
 #: What a step leaves for the later ones, and so what a resumed run reads instead of doing the step again. Codes are kept by
 #: layer.
 _KEPT = {
-    "inputs": ("groups", "squares", "histograms", "tokens"),
-    "scales": ("scales", "transform_index"),
+    "inputs": ("groups", "inputs", "tokens"),
+    "scales": ("inputs", "scales", "transform_index", "rotated_groups"),
     "scores": ("output_weight", "tile_bits"),
 }
 #: The dataclasses among it.
-STATE_TYPES = (Group, Histogram, layout.PackedWeight)
+STATE_TYPES = (Group, Histogram, InputStatistics, layout.PackedWeight)
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished calibration: packed weights by module, thresholds [profiles, 4] by group, and what was measured."""
+    """A finished calibration: packed weights by module, thresholds [profiles, 4] by group, and what was measured.
+
+    rotated: groups whose inputs are rotated, by the last of `transforms`
+    """
 
     groups: list[Group]
     weights: dict[str, layout.PackedWeight]
@@ -63,6 +87,7 @@ class Result:
     transforms: list[Transform]
     max_bits: int
     report: dict
+    rotated: frozenset[str] = frozenset()
 
 
 class Calibration:
@@ -85,6 +110,8 @@ class Calibration:
         self.model, self.linears, self.batches, self.settings = model, linears, batches, settings
         self.transforms = _transforms(settings)
         self.matrices = layout.transform_stack(self.transforms)
+        self.input_transform = Transform(kind="randomized_hadamard", seed=settings.input_seed)
+        self.columns = quantize.Columns()
         self.report: dict = {}
 
     def run(self) -> Result:
@@ -104,7 +131,9 @@ class Calibration:
         finally:
             self.model.train(was_training)
         self.report["seconds"] = dict(self.progress.seconds)
-        return Result(self.groups, self.weights, thresholds, self.transforms, self.settings.max_bits, self.report)
+        rotated = frozenset(self.rotated_groups)
+        transforms = [*self.transforms, self.input_transform] if rotated else self.transforms
+        return Result(self.groups, self.weights, thresholds, transforms, self.settings.max_bits, self.report, rotated)
 
     # ---- steps
 
@@ -119,30 +148,77 @@ class Calibration:
             )
 
     def _read_inputs(self) -> None:
-        """E[x^2] per channel and magnitude histograms of every shared input."""
+        """E[x^2] per channel and magnitude histograms of every shared input, as it comes, rotated, or both."""
         self.groups = find_groups(self.model, self.linears, self.batches[0])
-        self.squares = {g.name: torch.zeros(self._in_features(g), dtype=torch.float64) for g in self.groups}
-        self.histograms = {g.name: Histogram(self._in_features(g)) for g in self.groups}
+        forms = {"off": [_NO_ROTATION], "on": [_ROTATION], "auto": [_NO_ROTATION, _ROTATION]}[self.settings.input_rotation]
+        self.inputs: dict[str, dict[bool, InputStatistics]] = {}
+        for group in self.groups:
+            k = self._in_features(group)
+            self.inputs[group.name] = {f: InputStatistics(torch.zeros(k, dtype=torch.float64), Histogram(k)) for f in forms}
         self.tokens = sum(int(token_mask(b).sum()) for b in self.batches)
         self.report |= {"calibration_tokens": self.tokens, "calibration_records": len(self.batches)}
 
         def use(name: str, x: Tensor) -> None:
-            self.squares[name] += x.float().square().sum(0).double().cpu()
-            self.histograms[name].add_record(x[:: max(1, x.shape[0] // HISTOGRAM_ROWS)])
+            for rotated, statistics in self.inputs[name].items():
+                statistics.add_record(self._turned(x) if rotated else x)
 
         watch_inputs(self.model, self._first_members(self.groups), self._progress(self.batches, "inputs"), use)
+        for forms_of in self.inputs.values():
+            for statistics in forms_of.values():
+                statistics.to_cpu()
 
     @torch.no_grad()
     def _search_scales(self) -> None:
-        wide = self.settings.max_bits
+        """Transforms and scales of every linear; where `input_rotation` is `auto`, in both forms, and the better one stays."""
         self.scales: dict[str, dict[int, Tensor]] = {}
         self.transform_index: dict[str, Tensor] = {}  # [N/64] uint8
+        self.rotated_groups: list[str] = []
+        errors: dict[str, dict[str, float]] = {}
         for group in self._progress(self.groups, "scales"):
-            for name in group.members:
-                self._choose_transforms(name)
-                w = self._rotated(name)
-                found = {b: self._scale(name, w, b) for b in {NARROW, wide}}
-                self.scales[name] = {b: s.cpu() for b, s in found.items()}
+            found = {}
+            for rotated in self.inputs[group.name]:
+                self.rotated_groups = [*(g for g in self.rotated_groups if g != group.name), *([group.name] if rotated else [])]
+                for name in group.members:
+                    self._search_linear(name)
+                state = {n: (self.transform_index[n], self.scales[n]) for n in group.members}
+                found[rotated] = (self._expected_error(group) if len(self.inputs[group.name]) > 1 else 0.0, state)
+            best = min(found, key=lambda rotated: (found[rotated][0], rotated))
+            if not best and group.name in self.rotated_groups:
+                self.rotated_groups.remove(group.name)
+            for name, (index, scales) in found[best][1].items():
+                self.transform_index[name], self.scales[name] = index, scales
+            self.inputs[group.name] = {best: self.inputs[group.name][best]}
+            if len(found) > 1:
+                errors[group.name] = {"off": found[False][0], "on": found[True][0]}
+        if self.settings.input_rotation != "off":
+            self.report["input_rotation"] = {"groups": self.rotated_groups, "expected_error": errors}
+
+    def _search_linear(self, name: str) -> None:
+        self._choose_transforms(name)
+        w = self._rotated(name)
+        found = {b: self._scale(name, w, b) for b in {NARROW, self.settings.max_bits}}
+        self.scales[name] = {b: s.cpu() for b, s in found.items()}
+
+    def _expected_error(self, group: Group) -> float:
+        """Squared output error per row that the budget's mix of round-to-nearest tiles would have at the default profile.
+
+        Of a stored profile graded at the group's own thresholds, of the others at stored precision.
+        """
+        w = torch.cat([self._rotated(n) for n in group.members])
+        narrow = 1.0 if self.settings.max_bits == NARROW else self.narrow / sum(n * k for n, k in self._tile_shapes().values())
+        found = []
+        for bits in (NARROW, self.settings.max_bits):
+            scale = torch.cat([self.scales[n][bits] for n in group.members]).to(w.device)
+            tile_bits = torch.full_like(scale, bits, dtype=torch.uint8)
+            q = quantize.round_to_nearest(w, scale, tile_bits)
+            errors = quantize.level_errors(w, q, scale, tile_bits, torch.ones(len(w), device=w.device)).cpu()
+            found.append((errors, layout.level_cost(tile_bits).cpu()))
+        errors, cost = (narrow * a + (1 - narrow) * b for a, b in zip(*found, strict=True))
+        statistics = GroupStatistics(self._inputs(group).histogram, errors, cost, w.numel())
+        target = self.settings.profiles.get(self.settings.default_profile)
+        if self.settings.default_profile in (PROFILE_FULL, PROFILE_OFF) or not isinstance(target, float | int):
+            return expected_error(statistics, None)
+        return expected_error(statistics, optimal_thresholds_per_group({group.name: statistics}, target)[group.name])
 
     def _scale(self, name: str, w: Tensor, bits: int) -> Tensor:
         """[N/64, K/64] for the rotated weight w of a linear."""
@@ -159,8 +235,9 @@ class Calibration:
             weight = linear.weight.detach().float()
             h = self._channel_weight(name).to(weight.device)
             errors = []
-            for matrix in self.matrices:
-                w = layout.rotate_outputs(weight, matrix.to(weight.device).float())
+            for i in range(len(self.matrices)):
+                self.transform_index[name] = torch.full_like(index, i)
+                w = self._rotated(name)
                 errors.append(quantize.output_tile_errors(w, self._scale(name, w, NARROW), NARROW, h))
             index = torch.stack(errors).argmin(0).to("cpu", torch.uint8)
         self.transform_index[name] = index
@@ -172,7 +249,7 @@ class Calibration:
         matrices = {n: self._matrices(n) for n in self.linears}
         self.deltas = {n: self._delta(n) for n in self.linears}
         prefill, self.output_weight = sensitivity.prefill_scores(
-            self.model, self.linears, self._progress(batches, "prefill scores"), matrices, self.deltas
+            self.model, self.linears, self._progress(batches, "prefill scores"), matrices, self.deltas, self._seen
         )
         if self.settings.max_bits == NARROW:  # nothing to choose, and W4 - wide is zero
             self.tile_bits = {n: torch.full_like(s, NARROW, dtype=torch.uint8) for n, s in prefill.items()}
@@ -188,60 +265,135 @@ class Calibration:
             phases["decode"] = self._decode_scores(batches)
         self.deltas.clear()
         scores = sensitivity.combine(phases.values())
-        self.tile_bits = allocate(scores, self.narrow, self.settings.max_bits)
+        self.tile_bits = allocate(pool(scores, self.settings.map_unit), self.narrow, self.settings.max_bits)
         self.report["score_mass"] = {n: float(s.sum()) for n, s in scores.items()}
 
     def _decode_scores(self, batches: list[Batch]) -> sensitivity.Scores:
-        wide = self.settings.max_bits
+        wide = {n: torch.full(shape, self.settings.max_bits, dtype=torch.uint8) for n, shape in self._tile_shapes().items()}
         weights: dict[str, PortableWeight] = {}
         statistics: dict[str, GroupStatistics] = {}
         for group in self._progress(self.groups, "provisional thresholds"):
-            w = torch.cat([self._rotated(n) for n in group.members])
-            scale = torch.cat([self.scales[n][wide] for n in group.members]).to(w.device)
-            bits = torch.full_like(scale, wide, dtype=torch.uint8)
-            q = quantize.round_to_nearest(w, scale, bits)
-            statistics[group.name] = self._group_statistics(group, w, q, scale, bits)
-            aligned = layout.align_codes(quantize.to_unsigned(q, bits), bits)
-            start = 0
-            for name in group.members:
-                rows = slice(start, start + self.linears[name].out_features)
-                tiles = slice(rows.start // TILE, rows.stop // TILE)
-                codes = aligned[rows].T.contiguous()
-                weights[name] = PortableWeight(codes, bits[tiles], scale[tiles], self._matrices(name))
-                start = rows.stop
-        found = optimal_thresholds(statistics, _PROVISIONAL_BITS)
-        thresholds = {n: found[g.name].to(weights[n].codes.device) for g in self.groups for n in g.members}
+            statistics[group.name], rounded = self._round_to_nearest(group, wide)
+            weights |= rounded
+        thresholds = self._thresholds_by_linear(optimal_thresholds(statistics, _PROVISIONAL_BITS))
         return sensitivity.decode_scores(
             self.model, self.linears, self._progress(batches, "decode scores"), self.deltas, weights, thresholds,
-            scored=self.settings.score_steps,
+            scored=self.settings.score_steps, seen=self._seen,
         )  # fmt: skip
 
-    def _make_codes(self, groups: list[Group]) -> None:
-        for chunk in self._chunks(groups):
-            hessians = self._hessians(chunk) if self.settings.codes == "gptq" else {}
-            for group in self._progress(chunk, "codes"):
-                self._quantize_group(group, hessians.pop(group.name, None))
-                self._keep_group(group)
+    @torch.no_grad()
+    def _round_to_nearest(
+        self, group: Group, tile_bits: dict[str, Tensor]
+    ) -> tuple[GroupStatistics, dict[str, PortableWeight]]:
+        """A group under a map, before its codes are made: what thresholds need, and the weights of its linears."""
+        w, scale, bits = self._under_map(group, tile_bits)
+        q = quantize.round_to_nearest(w, scale, bits)
+        aligned = layout.align_codes(quantize.to_unsigned(q, bits), bits)
+        weights, start = {}, 0
+        for name in group.members:
+            rows = slice(start, start + self.linears[name].out_features)
+            tiles = slice(rows.start // TILE, rows.stop // TILE)
+            weights[name] = PortableWeight(aligned[rows].T.contiguous(), bits[tiles], scale[tiles], self._matrices(name))
+            start = rows.stop
+        return self._group_statistics(group, w, q, scale, bits), weights
+
+    def _under_map(self, group: Group, tile_bits: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated weight [N, K] of all members, their scales and widths [N/64, K/64] under a map."""
+        w = torch.cat([self._rotated(n) for n in group.members])
+        bits = torch.cat([tile_bits[n] for n in group.members]).to(w.device)
+        narrow, wide = (
+            torch.cat([self.scales[n][b] for n in group.members]).to(w.device) for b in (NARROW, self.settings.max_bits)
+        )
+        return w, torch.where(bits == NARROW, narrow, wide), bits
+
+    def _make_codes(self, waiting: list[Group]) -> None:
+        """Codes of the groups that no earlier run has finished, layer by layer."""
+        if self.settings.codes == "rtn":
+            for group in self._progress(waiting, "codes"):
+                self._quantize_group(group, None)
+            return
+        blocks, outside = find_blocks(self.model, self.groups)
+        names = {g.name for g in waiting}
+        todo = iter(self._progress([g for b in blocks for g in b.groups if g.name in names] + outside, "codes"))
+        thresholds = self._propagation_thresholds()
+        follow = self.settings.propagation != "off" and self.settings.propagation_strength > 0
+        if any(g.name in names for b in blocks for g in b.groups):
+            streams = Streams(self.model, self.linears, blocks, self.batches, follow)
+            for block in blocks:
+                self._make_block(streams, block, names, todo, thresholds)
+        for group in todo:
+            moments = Moments.empty(self._in_features(group), self.linears[group.name].weight.device)
+
+            def use(name: str, x: Tensor, group: Group = group, moments: Moments = moments) -> None:
+                seen = self._seen(group.name, x)
+                moments.add(seen, seen, None)
+
+            watch_inputs(self.model, {group.name: self.linears[group.name]}, self.batches, use)
+            self._quantize_group(group, moments)
+
+    def _make_block(
+        self, streams: Streams, block: Block, names: set[str], todo: Iterator[Group], thresholds: dict[str, Tensor] | None
+    ) -> None:
+        streams.enter(block, keep=any(g.name in names for g in block.groups))
+        for group in block.groups:
+            if group.name in names:
+                next(todo)
+                moments = Moments.empty(self._in_features(group), self.linears[group.name].weight.device)
+                for x, received, lacking in streams.rows(group, block):
+                    source = self._seen(group.name, x)
+                    z = source if received is x else self._seen(group.name, received)
+                    if thresholds is not None:
+                        z = z.where(z.abs() > thresholds[group.name][0], 0.0)  # a channel at level 0 is left out
+                    moments.add(source, z, lacking)
+                self._quantize_group(group, moments)
+            if streams.follow:
+                for name in group.members:
+                    streams.install(name, self._product(name, thresholds))
+        streams.leave(block)
+
+    def _propagation_thresholds(self) -> dict[str, Tensor] | None:
+        """Of every linear, under the map with round-to-nearest codes; None where propagation is not graded."""
+        if self.settings.propagation != "graded":
+            return None
+        statistics = {g.name: self._round_to_nearest(g, self.tile_bits)[0] for g in self.groups}
+        return self._thresholds_by_linear(optimal_thresholds(statistics, self.settings.propagation_bits))
+
+    def _thresholds_by_linear(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {n: found[g.name].to(self.linears[n].weight.device) for g in self.groups for n in g.members}
+
+    def _product(self, name: str, thresholds: dict[str, Tensor] | None) -> Callable[[Tensor], Tensor]:
+        """What a finished linear computes in the stream of the quantized model: [M, K] -> [M, N], as it will be served."""
+        linear = self.linears[name]
+        packed = layout.to_device(replace(self.weights[name], input_rotation=None), linear.weight.device)
+        if thresholds is None:
+            dense = dequantize(packed, self.matrices, linear.weight.dtype)
+            return lambda x: static_linear(self._seen(name, x).to(x.dtype), dense, linear.bias, activation="group64")
+        weight = prepare(packed, self.matrices)
+        return lambda x: graded_candidates(self._seen(name, x)[None], weight, linear.bias, thresholds[name][None])[0]
 
     @torch.no_grad()
-    def _quantize_group(self, group: Group, hessian: Tensor | None) -> None:
-        w = torch.cat([self._rotated(n) for n in group.members])
-        bits = torch.cat([self.tile_bits[n] for n in group.members]).to(w.device)
-        wide = self.settings.max_bits
-        narrow_scale, wide_scale = (torch.cat([self.scales[n][b] for n in group.members]).to(w.device) for b in (NARROW, wide))
-        scale = torch.where(bits == NARROW, narrow_scale, wide_scale)
-        if hessian is None:
+    def _quantize_group(self, group: Group, moments: Moments | None) -> None:
+        """Codes by GPTQ on the moments of its inputs, by rounding to nearest without; then kept."""
+        w, scale, bits = self._under_map(group, self.tile_bits)
+        if moments is None:
             q = quantize.round_to_nearest(w, scale, bits)
         else:
-            q = quantize.gptq(w, scale, bits, hessian.to(w.device), self.settings.damping)
+            lacking = moments.lacking
+            if lacking is not None:
+                lacking = layout.rotate_outputs(lacking, self._matrices(group.name))
+            target = moments.target(w, lacking, self.settings.propagation_strength, self.settings.damping)
+            q = quantize.gptq(target, scale, bits, moments.hessian, self.settings.damping, self.columns)
         self.statistics[group.name] = self._group_statistics(group, w, q, scale, bits)
         index = torch.cat([self.transform_index[n] for n in group.members]).to(w.device)
         packed = layout.to_device(layout.pack(quantize.to_unsigned(q, bits), bits, scale.float(), index), "cpu")
+        if group.name in self.rotated_groups:
+            packed = replace(packed, input_rotation=layout.rotation_table(self.input_transform))
         start = 0
         for name in group.members:
             end = start + self.linears[name].out_features
             self.weights[name] = layout.slice_weight(packed, (start, end), (0, packed.in_features))
             start = end
+        self._keep_group(group)
 
     def _make_thresholds(self) -> dict[str, Tensor]:
         """Group -> [profiles, 4] float32."""
@@ -251,7 +403,7 @@ class Calibration:
                 self.model, self.linears, self._progress(self.batches[: self.settings.score_samples], "search"), self.groups,
                 {n: prepare(w, self.matrices) for n, w in self.weights.items()}, self.statistics,
                 {n: float(t) for n, t in profiles.items() if isinstance(t, float | int)},
-                candidates=self.settings.search_candidates, seed=self.settings.seed,
+                candidates=self.settings.search_candidates, seed=self.settings.seed, seen=self._seen,
             )  # fmt: skip
             rows = list(found.values())
         else:
@@ -269,31 +421,18 @@ class Calibration:
 
     # ---- helpers
 
-    def _hessians(self, groups: list[Group]) -> dict[str, Tensor]:
-        out: dict[str, Tensor] = {}
+    def _inputs(self, group: Group) -> InputStatistics:
+        """Of the form that is kept."""
+        (statistics,) = self.inputs[group.name].values()
+        return statistics
 
-        def use(name: str, x: Tensor) -> None:
-            if name not in out:
-                out[name] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
-            rows = x.float()
-            out[name].addmm_(rows.T, rows)
+    def _turned(self, x: Tensor) -> Tensor:
+        table = layout.rotation_table(self.input_transform)
+        return x if table is None else layout.rotate_inputs(x, table.to(x.device))
 
-        watch_inputs(self.model, self._first_members(groups), self._progress(self.batches, "Hessians"), use)
-        return out
-
-    def _chunks(self, groups: list[Group]) -> Iterator[list[Group]]:
-        """Groups whose Hessians fit together, in model order."""
-        chunk: list[Group] = []
-        size = 0
-        for group in groups:
-            needed = 4 * self._in_features(group) ** 2
-            if chunk and size + needed > HESSIAN_BYTES:
-                yield chunk
-                chunk, size = [], 0
-            chunk.append(group)
-            size += needed
-        if chunk:
-            yield chunk
+    def _seen(self, name: str, x: Tensor) -> Tensor:
+        """What levels and codes of a linear belong to: its inputs [M, K], rotated where its group's are."""
+        return self._turned(x) if self.group_of[name].name in self.rotated_groups else x
 
     def _group_statistics(self, group: Group, w: Tensor, q: Tensor, scale: Tensor, bits: Tensor) -> GroupStatistics:
         """w, q: [N, K] rotated weight and signed codes of all members; scale, bits: [N/64, K/64]."""
@@ -301,7 +440,7 @@ class Calibration:
             w = quantize.read_at(q, scale, bits, self.settings.max_bits)
         output_weight = torch.cat([self.output_weight[n] for n in group.members]).to(w.device)
         return GroupStatistics(
-            self.histograms[group.name],
+            self._inputs(group).histogram,
             quantize.level_errors(w, q, scale, bits, output_weight).cpu(),
             layout.level_cost(bits).cpu(),
             w.numel(),
@@ -315,7 +454,12 @@ class Calibration:
         return (reads[0] - reads[1]).bfloat16()
 
     def _rotated(self, name: str) -> Tensor:
-        return layout.rotate_outputs(self.linears[name].weight.detach().float(), self._matrices(name))
+        """U^T W V: a linear's weight in the basis of its codes, [N, K] float32."""
+        w = self.linears[name].weight.detach().float()
+        table = layout.rotation_table(self.input_transform)
+        if self.group_of[name].name in self.rotated_groups and table is not None:
+            w = layout.rotate_weight_inputs(w, table.to(w.device))
+        return layout.rotate_outputs(w, self._matrices(name))
 
     def _matrices(self, name: str) -> Tensor:
         """U of every output tile of a linear: [N/64, 64, 64] float32 on its device."""
@@ -323,8 +467,9 @@ class Calibration:
         return matrices.to(self.linears[name].weight.device).float()
 
     def _channel_weight(self, name: str) -> Tensor:
-        """E[x_i^2] of a linear's input, [K] float32."""
-        return (self.squares[self.group_of[name].name] / self.tokens).float()
+        """E[x_i^2] of a linear's input in the form that is tried or kept, [K] float32."""
+        group = self.group_of[name].name
+        return (self.inputs[group][group in self.rotated_groups].squares / self.tokens).float()
 
     def _tile_shapes(self) -> dict[str, tuple[int, int]]:
         return {n: (m.out_features // TILE, m.in_features // TILE) for n, m in self.linears.items()}
@@ -372,7 +517,9 @@ class Calibration:
                 waiting.append(group)
                 continue
             self.weights |= state["weights"]
-            self.statistics[group.name] = GroupStatistics(**(state["statistics"] | {"histogram": self.histograms[group.name]}))
+            self.statistics[group.name] = GroupStatistics(
+                **(state["statistics"] | {"histogram": self._inputs(group).histogram})
+            )
             spent = max(spent, state["seconds"])
         if len(waiting) < len(self.groups):
             self.progress.say(f"codes: {len(self.groups) - len(waiting)} of {len(self.groups)} layers from the work folder")

@@ -107,41 +107,87 @@ def read_uniform(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
     return read_at(round_to_nearest(weight, scale, tile_bits), scale, tile_bits, bits)
 
 
-def gptq(weight: Tensor, scale: Tensor, tile_bits: Tensor, hessian: Tensor, damping: float) -> Tensor:
+class Columns:
+    """GPTQ inside one block of 64 inputs, column after column.
+
+    On a GPU the steps of a block are captured once for every N: 64 times ten launches from Python cost more than their work.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple[int, torch.device], tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
+
+    def __call__(self, block: Tensor, u: Tensor, scale: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """block: [N, 64] weights, overwritten on a CPU; u: [64, 64] upper factor; scale, high: [N] -> codes, errors: [N, 64].
+
+        The results are overwritten by the next call.
+        """
+        if block.device.type != "cuda":
+            return self._walk(block, u, scale, high)
+        key = (block.shape[0], block.device)
+        if key not in self._graphs:
+            held = [t.clone() for t in (block, u, scale, high)]
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._walk(held[0].clone(), *held[1:])
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                held += self._walk(*held)
+            self._graphs[key] = graph, held
+        graph, held = self._graphs[key]
+        for place, value in zip(held, (block, u, scale, high), strict=False):
+            place.copy_(value)
+        graph.replay()
+        return held[4], held[5]
+
+    @staticmethod
+    def _walk(block: Tensor, u: Tensor, scale: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        codes, errors = torch.empty_like(block), torch.empty_like(block)
+        for i in range(TILE):
+            column = block[:, i]
+            code = torch.minimum(torch.maximum((column / scale).round_(), -high), high - 1)
+            codes[:, i] = code
+            errors[:, i] = (column - code * scale) / u[i, i]
+            block[:, i + 1 :].addr_(errors[:, i], u[i, i + 1 :], alpha=-1)
+        return codes, errors
+
+
+def gptq(
+    weight: Tensor, scale: Tensor, tile_bits: Tensor, hessian: Tensor, damping: float, columns: Columns | None = None
+) -> Tensor:
     """Signed codes by GPTQ under a finished map: every tile at its own width, errors fed forward along the inputs.
 
     weight: [N, K] float32; scale, tile_bits: [N/64, K/64]; hessian: [K, K] sum of x x^T, float32 or float64
+    columns: kept by the caller, so that weights of one N share it
     -> [N, K] float32. GPTQ: Frantar et al. 2022 (arXiv 2210.17323); the widths per tile are this project's.
     """
     n, k = weight.shape
-    w = weight.clone()
+    w, columns = weight.clone(), columns or Columns()
     upper = _inverse_cholesky(hessian, damping).to(w.dtype)
     q = torch.empty_like(w)
     half = torch.exp2(tile_bits.float() - 1)
     for kt in range(k // TILE):
         c0 = kt * TILE
-        block = w[:, c0 : c0 + TILE].clone()
-        u = upper[c0 : c0 + TILE, c0 : c0 + TILE]
-        s = scale[:, kt].repeat_interleave(TILE)
-        high = half[:, kt].repeat_interleave(TILE)
-        errors = torch.empty_like(block)
-        for i in range(TILE):
-            column = block[:, i]
-            code = torch.minimum(torch.maximum((column / s).round_(), -high), high - 1)
-            q[:, c0 + i] = code
-            errors[:, i] = (column - code * s) / u[i, i]
-            block[:, i + 1 :].addr_(errors[:, i], u[i, i + 1 :], alpha=-1)
+        u = upper[c0 : c0 + TILE, c0 : c0 + TILE].contiguous()
+        s, high = (t[:, kt].repeat_interleave(TILE) for t in (scale, half))
+        q[:, c0 : c0 + TILE], errors = columns(w[:, c0 : c0 + TILE].clone(), u, s, high)
         w[:, c0 + TILE :].addmm_(errors, upper[c0 : c0 + TILE, c0 + TILE :], alpha=-1)
     return q
 
 
 def _inverse_cholesky(hessian: Tensor, damping: float) -> Tensor:
-    """Upper Cholesky factor of the inverse of the damped Hessian, float64. Channels never used get a unit diagonal."""
+    """Upper Cholesky factor of the inverse of the damped Hessian, float64."""
+    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian, damping))), upper=True)
+
+
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    """A Hessian that can be inverted, float64: a share of its mean added to the diagonal, ones for channels never used."""
     h = hessian.double().clone()
     diagonal = h.diagonal()
     diagonal[diagonal == 0] = 1.0
     diagonal += damping * diagonal.mean()
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
+    return h
 
 
 def read_at(q: Tensor, scale: Tensor, tile_bits: Tensor, level: int) -> Tensor:

@@ -33,6 +33,8 @@ def measured_bits(
 
     def use(name: str, x: Tensor) -> None:
         rows[name] += len(x)
+        if (table := result.weights[name].input_rotation) is not None:
+            x = layout.rotate_inputs(x, table.to(x.device))
         for i, thresholds in enumerate(result.thresholds[name]):
             levels = levels_ref(x, thresholds.to(x.device)).cpu()
             read[name][i] += layout.loaded_code_bits(levels, bits[name]).sum()

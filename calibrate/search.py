@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vllm_tilequant.calibrate.capture import Batch, Group, records, token_loss
 from vllm_tilequant.calibrate.decode import replaced_products
+from vllm_tilequant.calibrate.sensitivity import Seen, as_they_are
 from vllm_tilequant.calibrate.thresholds import GroupStatistics, percentile_thresholds
 from vllm_tilequant.kernels.layout import restore_outputs
 from vllm_tilequant.kernels.portable import PortableWeight, fake_quantize, level_weight
@@ -84,6 +85,7 @@ def perplexities(
     batches: Iterable[Batch],
     weights: dict[str, PortableWeight],
     thresholds: dict[str, Tensor],
+    seen: Seen,
 ) -> list[float]:
     """Perplexity of the text under each candidate's thresholds, graded at every position. thresholds: module -> [C, 4]."""
     device = next(model.parameters()).device
@@ -94,7 +96,7 @@ def perplexities(
 
     def product(name: str, x: Tensor) -> Tensor:
         own = thresholds[name][part].to(x.device)
-        y = graded_candidates(x.view(len(own), -1, x.shape[1]), weights[name], linears[name].bias, own)
+        y = graded_candidates(seen(name, x).view(len(own), -1, x.shape[1]), weights[name], linears[name].bias, own)
         return y.view(-1, y.shape[2])
 
     with replaced_products(linears, product):
@@ -125,8 +127,9 @@ def search_thresholds(
     *,
     candidates: int,
     seed: int,
+    seen: Seen = as_they_are,
 ) -> tuple[dict[str, Thresholds], dict]:
-    """Thresholds of every profile by GRINQH's search, and what was tried.
+    """Thresholds of every profile by GRINQH's search, and what was tried. seen: see `sensitivity.Seen`.
 
     targets: profile -> average of loaded bits -> profile -> group -> [4] float32; a report of every profile
     """
@@ -141,7 +144,7 @@ def search_thresholds(
         n: PortableWeight(*(t.to(linears[n].weight.device) for t in (w.codes, w.tile_bits, w.tile_scale, w.matrices)))
         for n, w in weights.items()
     }
-    found = perplexities(model, linears, batches, device_weights, by_module)
+    found = perplexities(model, linears, batches, device_weights, by_module, seen)
     chosen: dict[str, Thresholds] = {}
     report = {}
     start = 0

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 CHUNK_ELEMENTS = 1 << 26  # of the intermediate [input tiles, rows, outputs]: 256 MiB in float32
 Scores = dict[str, Tensor]  # module -> [N/64, K/64] float64
+#: (module, inputs [M, K]) -> the inputs that the module's codes belong to: rotated, or as they are.
+Seen = Callable[[str, Tensor], Tensor]
+
+
+def as_they_are(name: str, x: Tensor) -> Tensor:
+    return x
 
 
 def tile_scores(x: Tensor, gradient: Tensor, delta: Tensor, lowest: Tensor | None = None) -> Tensor:
@@ -60,6 +66,7 @@ def prefill_scores(
     batches: Iterable[Batch],
     matrices: dict[str, Tensor],
     deltas: dict[str, Tensor],
+    seen: Seen = as_they_are,
 ) -> tuple[Scores, dict[str, Tensor]]:
     """Tile scores of causal passes, and E[g^2] per output in the rotated basis ([N] float64), the Fisher weights.
 
@@ -79,7 +86,7 @@ def prefill_scores(
         with torch.no_grad():
             g = rotate_gradient(gradient.float(), matrices[name])
             fisher[name] += g.square().sum(0).double().cpu()
-            scores[name] += tile_scores(x.float(), g, deltas[name].float()).cpu()
+            scores[name] += tile_scores(seen(name, x).float(), g, deltas[name].float()).cpu()
 
     watch_gradients(model, linears, counted(), use)
     return scores, {n: f / tokens for n, f in fisher.items()}
@@ -94,20 +101,22 @@ def decode_scores(
     thresholds: dict[str, Tensor],
     *,
     scored: int,
+    seen: Seen = as_they_are,
 ) -> Scores:
     """Tile scores of decode steps under the graded product of `weights` (all tiles wide).
 
-    deltas as in `prefill_scores`; thresholds: module -> [4] float32, both on the weight's device; scored: steps of a record
+    deltas as in `prefill_scores`; thresholds: module -> [4] float32, both on the weight's device
+    scored: steps of a record
     """
     scores = _no_scores(linears)
 
     def product(name: str, x: Tensor) -> Tensor:
-        return graded_linear(x, weights[name], linears[name].bias, thresholds[name], activation="group64")
+        return graded_linear(seen(name, x), weights[name], linears[name].bias, thresholds[name], activation="group64")
 
     def use(name: str, x: Tensor, gradient: Tensor) -> None:
         with torch.no_grad():
             g = rotate_gradient(gradient.float(), weights[name].matrices)
-            scores[name] += tile_scores(x.float(), g, deltas[name].float(), thresholds[name][0]).cpu()
+            scores[name] += tile_scores(seen(name, x).float(), g, deltas[name].float(), thresholds[name][0]).cpu()
 
     watch_decode(model, linears, batches, product, use, scored=scored)
     return scores

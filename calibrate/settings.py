@@ -28,8 +28,19 @@ class Settings(BaseModel):
     output_seeds: how many there are to choose from
     scales: `activation` (squared error weighted with E[x^2]), `mse` or `absmax`
     codes: `gptq` (error feedback under the finished map) or `rtn` (round to nearest)
+    propagation: what GPTQ takes for a linear's inputs: those behind the layers quantized before it, at stored precision
+        (`static`) or graded at `propagation_bits` (`graded`: better at few loaded bits, worse at stored precision), so that its
+        codes make up for what these layers get wrong; or the source model's (`off`)
+    propagation_strength: how much of the earlier layers' error the codes are asked to make up for, 0 to 1. All of it would fit
+        the calibration text; the more text, the more
+    propagation_bits: loaded bits of `propagation: graded`
+    input_rotation: rotate every 64 inputs before levels and quantization: `off`, `on`, or `auto`: where it lowers the expected
+        error of a group at `default_profile`. It flattens activations, which helps stored precision and hurts grading
+    input_seed: seed of that rotation
     scores: `prefill` (loss gradients of causal passes), `decode` (of decode steps, graded at a provisional 3 loaded bits),
         `joint` (a tile's greater share of the two), `activation` (squared error weighted with E[x^2]) or `random` (controls)
+    map_unit: what gets its width together: a `tile`, or for comparisons a `row` of tiles (one output tile of a linear), a
+        `column` (one input tile) or a whole `module`, by the mean score; the budget may end inside one
     score_samples: records used for the gradients, the first ones of the calibration set
     score_steps: decode steps of each record that are scored, evenly spaced over its last 32 tokens
     level_errors: what the error of a level is measured against when thresholds are set: the `source` weight or the `stored` one
@@ -55,7 +66,13 @@ class Settings(BaseModel):
     output_seeds: int = Field(8, ge=1, le=256)
     scales: Literal["activation", "mse", "absmax"] = "activation"
     codes: Literal["gptq", "rtn"] = "gptq"
+    propagation: Literal["static", "graded", "off"] = "static"
+    propagation_strength: float = Field(0.5, ge=0, le=1)
+    propagation_bits: float = Field(3.0, gt=0)
+    input_rotation: Literal["off", "on", "auto"] = "off"
+    input_seed: int = Field(101, ge=0)
     scores: Literal["joint", "prefill", "decode", "activation", "random"] = "prefill"
+    map_unit: Literal["tile", "row", "column", "module"] = "tile"
     score_samples: int = Field(8, gt=0)
     score_steps: int = Field(4, gt=0, le=32)
     level_errors: Literal["source", "stored"] = "source"

@@ -47,9 +47,15 @@ class Histogram:
         octave = x.float().abs().clamp_min(2.0**_LOWEST).log2()
         index = ((octave - _LOWEST) * _PER_OCTAVE).long().clamp(0, BINS - 1)
         tile = torch.arange(self.in_features, device=x.device) // TILE
-        counts = torch.bincount((index + tile * BINS).flatten(), minlength=k_tiles * BINS).view(k_tiles, BINS).cpu()
-        self.tiles += counts
-        self.records.append(counts.sum(0))
+        at = (index + tile * BINS).flatten()
+        counts = torch.zeros(k_tiles * BINS, dtype=torch.int64, device=x.device).scatter_add_(0, at, torch.ones_like(at))
+        self.tiles = self.tiles.to(x.device) + counts.view(k_tiles, BINS)
+        self.records.append(counts.view(k_tiles, BINS).sum(0))
+
+    def to_cpu(self) -> None:
+        """What was counted on a GPU, when all records are in."""
+        self.tiles = self.tiles.cpu()
+        self.records = [r.cpu() for r in self.records]
 
     @property
     def rows(self) -> int:
@@ -161,6 +167,17 @@ def _reachable(groups: dict[str, GroupStatistics], target: float) -> _Frontier:
             f"a profile of {target} loaded bits cannot be reached: at most {frontier.most:.2f} bits are worth reading"
         )
     return frontier
+
+
+def expected_error(group: GroupStatistics, thresholds: Tensor | None) -> float:
+    """Mean over rows of sum_i C_b x_i^2: the error of reading channels at their levels.
+
+    thresholds: [4]; None reads all at 8 bits
+    """
+    middle = torch.exp2((torch.arange(BINS, dtype=torch.float64) + 0.5) / _PER_OCTAVE + _LOWEST)
+    level = torch.full((BINS,), _CHANGES) if thresholds is None else torch.bucketize(middle, thresholds.double())
+    power = middle.square() * group.histogram.tiles.sum(0).double()
+    return float((group.errors[level] * power).sum()) / group.histogram.rows
 
 
 def percentile_thresholds(groups: dict[str, GroupStatistics], shares: Sequence[float]) -> dict[str, Tensor]:

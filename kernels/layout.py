@@ -45,6 +45,8 @@ class PackedWeight:
     tile_bits: [N/64, K/64] uint8
     tile_scale: [N/64, K/64] float32
     output_transform: [N/64] uint8, index into the checkpoint's transforms
+    input_rotation: [64] uint8 of `rotation_table`, V of every 64 inputs; None where inputs are taken as they come. Codes belong
+        to x' = `rotate_inputs(x)`
     """
 
     plane0: Tensor
@@ -53,6 +55,7 @@ class PackedWeight:
     tile_bits: Tensor
     tile_scale: Tensor
     output_transform: Tensor
+    input_rotation: Tensor | None = None
 
     @property
     def out_features(self) -> int:
@@ -190,6 +193,7 @@ def slice_weight(w: PackedWeight, outputs: tuple[int, int], inputs: tuple[int, i
         bits,
         w.tile_scale[tiles].contiguous(),
         w.output_transform[tiles[0]].contiguous(),
+        w.input_rotation,
     )
 
 
@@ -204,7 +208,15 @@ def gather_extension(extension: Tensor, starts: Tensor, tile_bits: Tensor) -> Te
 
 
 def concat_outputs(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """Join weights with the same inputs along their outputs (q, k, v; gate, up), whatever their maps."""
+    """Join weights with the same inputs along their outputs (q, k, v; gate, up), whatever their maps.
+
+    Raises `ValueError` where they want different rotations of these inputs.
+    """
+    first = parts[0].input_rotation
+    if any((p.input_rotation is None) != (first is None) for p in parts) or (
+        first is not None and not all(torch.equal(first, p.input_rotation) for p in parts[1:])  # type: ignore[arg-type]
+    ):
+        raise ValueError("weights that share their inputs differ in input_rotation: they cannot be joined")
     bits = torch.cat([p.tile_bits for p in parts])
     offsets = [0]
     for p in parts:
@@ -217,11 +229,13 @@ def concat_outputs(parts: Sequence[PackedWeight]) -> PackedWeight:
         bits,
         torch.cat([p.tile_scale for p in parts]),
         torch.cat([p.output_transform for p in parts]),
+        first,
     )
 
 
 def to_device(w: PackedWeight, device: torch.device | str) -> PackedWeight:
-    return replace(w, **{f: getattr(w, f).to(device) for f in w.__dataclass_fields__})
+    tensors = {f: getattr(w, f) for f in w.__dataclass_fields__}
+    return replace(w, **{f: t.to(device) for f, t in tensors.items() if t is not None})
 
 
 def tile_code_bits(tile_bits: Tensor) -> int:
@@ -254,6 +268,55 @@ def transform_matrix(transform: Transform) -> Tensor:
         * hadamard_matrix()[torch.tensor(permutation)]
         * torch.tensor(right, dtype=torch.float64)[None, :]
     )
+
+
+def rotation_table(transform: Transform) -> Tensor | None:
+    """A transform as [64] uint8: its permutation in bits 0-5, bit 6 where a left sign is negative, bit 7 a right one.
+
+    None for the identity.
+    """
+    if transform.kind == "identity":
+        return None
+    permutation, left, right = (torch.tensor(part) for part in rotation_v1(transform.seed))
+    return (permutation | (left < 0).long() << 6 | (right < 0).long() << 7).to(torch.uint8)
+
+
+def rotate_inputs(x: Tensor, table: Tensor) -> Tensor:
+    """x' = x V for every 64 inputs. x: [M, K] any float; table: [64] uint8 of `rotation_table` -> [M, K] float32
+
+    V = diag(left) H[permutation, :] diag(right), as a transform of outputs. Signs, permutation and the factor 1/8 are exact,
+    and the sums are butterflies in float32 over distances 1, 2, 4, ..., 32: every implementation in that order gives the same
+    bits, on which levels and codes depend.
+    """
+    code = table.long()
+    left, right = 1 - (code >> 6 & 1) * 2, 1 - (code >> 7 & 1) * 2
+    v = torch.empty(x.shape[0], x.shape[1] // TILE, TILE, device=x.device)
+    v[..., code & 63] = x.float().view(v.shape) * left
+    shape = v.shape
+    distance = 1
+    while distance < TILE:
+        pairs = v.view(*shape[:2], -1, 2, distance)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        v = torch.stack((a + b, a - b), 3).view(shape)
+        distance *= 2
+    return (v * (right / 8)).view(x.shape)
+
+
+def rotate_weight_inputs(weight: Tensor, table: Tensor) -> Tensor:
+    """W' = W V for every 64 inputs: the weight that belongs to `rotate_inputs(x)`. [N, K], summed in float64."""
+    return (weight.double().view(weight.shape[0], -1, TILE) @ _table_matrix(table)).to(weight.dtype).view(weight.shape)
+
+
+def restore_weight_inputs(rotated: Tensor, table: Tensor) -> Tensor:
+    """W = W' V^T: the inverse of `rotate_weight_inputs`."""
+    return (rotated.double().view(rotated.shape[0], -1, TILE) @ _table_matrix(table).T).to(rotated.dtype).view(rotated.shape)
+
+
+def _table_matrix(table: Tensor) -> Tensor:
+    """[64, 64] float64 of a `rotation_table`."""
+    code = table.long()
+    left, right = 1 - (code >> 6 & 1) * 2, 1 - (code >> 7 & 1) * 2
+    return left[:, None] * hadamard_matrix().to(table.device)[code & 63] * right
 
 
 def hadamard_matrix() -> Tensor:
@@ -298,8 +361,8 @@ def to_tensors(w: PackedWeight, thresholds: Tensor) -> dict[str, Tensor]:
     }
 
 
-def from_tensors(tensors: Mapping[str, Tensor]) -> PackedWeight:
-    """Inverse of `to_tensors` (without the thresholds)."""
+def from_tensors(tensors: Mapping[str, Tensor], input_transform: Transform | None = None) -> PackedWeight:
+    """Inverse of `to_tensors` (without the thresholds). input_transform: the module's, from the schema."""
     return PackedWeight(
         tensors[PLANE0],
         tensors[PLANE1],
@@ -307,6 +370,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> PackedWeight:
         tensors[MAP],
         tensors[SCALE],
         tensors[OUTPUT_TRANSFORM].squeeze(1),
+        None if input_transform is None else rotation_table(input_transform),
     )
 
 

@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_tilequant.kernels.layout import PackedWeight, aligned_codes, expand_tiles, restore_outputs, restore_weight
+from vllm_tilequant.kernels.layout import (
+    PackedWeight,
+    aligned_codes,
+    expand_tiles,
+    restore_outputs,
+    restore_weight,
+    restore_weight_inputs,
+)
 from vllm_tilequant.kernels.reference import activation_int8_ref, levels_ref
 from vllm_tilequant.schema import LEVELS, TILE
 
@@ -56,7 +63,8 @@ def dequantize(w: PackedWeight, transforms: Tensor, dtype: torch.dtype, level: i
     """The dense weight in the basis of the source model: [N, K] `dtype`, each channel read at `level` bits."""
     rotated = level_weight(aligned_codes(w), w.tile_bits, w.tile_scale, level).contiguous()
     matrices = transforms.to(rotated.device)[w.output_transform.long()]
-    return restore_weight(rotated.double(), matrices.double()).to(dtype)
+    weight = restore_weight(rotated.double(), matrices.double())
+    return (weight if w.input_rotation is None else restore_weight_inputs(weight, w.input_rotation)).to(dtype)
 
 
 def fake_quantize(x: Tensor) -> Tensor:

@@ -59,9 +59,11 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     """A small checkpoint with biases that tensor parallelism can halve."""
-    from toy import write_toy
+    from toy import ROTATED, write_toy
 
-    return write_toy(tmp_path_factory.mktemp("toy") / "toy", bias=True, heads=4, kv_heads=2, hidden=256, intermediate=256)
+    return write_toy(
+        tmp_path_factory.mktemp("toy") / "toy", bias=True, heads=4, kv_heads=2, hidden=256, intermediate=256, rotated=ROTATED
+    )
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parent))
 from fuzz_truth import true_model
 
-from toy import write_toy
+from toy import ROTATED, write_toy
 from vllm_tilequant.checkpoint.verify import verify
 from vllm_tilequant.schema import FormatError
 
@@ -56,7 +56,7 @@ class Hang(BaseException):
 def make_bases(root: Path) -> list[Path]:
     """A Llama with one file, a Qwen2 with biases, and a Llama in two files with an index."""
     llama = write_toy(root / "llama", kind="mixed2468", **SHAPE)
-    qwen = write_toy(root / "qwen", kind="mixed48", bias=True, **SHAPE)
+    qwen = write_toy(root / "qwen", kind="mixed48", bias=True, rotated=ROTATED, **SHAPE)
     sharded = write_toy(root / "sharded", kind="mixed48", seed=1, **SHAPE)
     tensors = load_file(sharded / WEIGHTS)
     names = sorted(tensors)

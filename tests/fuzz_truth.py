@@ -50,7 +50,8 @@ def _matrix(kind: str, seed: int) -> np.ndarray:
 class TrueLinear:
     """One quantized linear: codes u [N, K], stored bits B [N, K], scale s [N, K], and the matrix of every output tile."""
 
-    def __init__(self, tensors: dict[str, np.ndarray], name: str, transforms: list[dict]):
+    def __init__(self, tensors: dict[str, np.ndarray], name: str, transforms: list[dict], rotation: int | None):
+        """rotation: index of the transform of every 64 inputs, or None."""
         t = {suffix: tensors[f"{name}.{suffix}"] for suffix in ("weight_plane0", "weight_plane1", "weight_extension")}
         bits = tensors[f"{name}.weight_tile_bits"].astype(np.int64)
         planes = [_planes(t["weight_plane0"]).T, _planes(t["weight_plane1"]).T]
@@ -71,6 +72,7 @@ class TrueLinear:
         self.thresholds = tensors[f"{name}.thresholds"].astype(np.float64)
         bias = tensors.get(f"{name}.bias")
         self.bias = None if bias is None else bias.astype(np.float64)
+        self.rotation = None if rotation is None else transforms[rotation]
 
     def read(self, level: np.ndarray) -> np.ndarray:
         """W~ [N, K] with channel i read at level[i] bits."""
@@ -83,10 +85,27 @@ class TrueLinear:
         return np.concatenate([u @ rotated[64 * i : 64 * i + 64] for i, u in enumerate(self.matrices)])
 
     def weight(self) -> np.ndarray:
-        return self.restore(self.read(np.full(self.codes.shape[1], 8)))
+        w = self.restore(self.read(np.full(self.codes.shape[1], 8)))
+        if self.rotation is not None:
+            v = _matrix(self.rotation["kind"], self.rotation.get("seed", 0))
+            w = np.concatenate([w[:, k : k + 64] @ v.T for k in range(0, w.shape[1], 64)], 1)
+        return w
+
+    def rotate(self, x: np.ndarray) -> np.ndarray:
+        """x' of one row, in the order of float32 sums that the format prescribes. [K] -> [K]"""
+        if self.rotation is None or self.rotation["kind"] == "identity":
+            return x
+        permutation, left, right = rotation_v1(self.rotation.get("seed", 0))
+        v = np.empty((len(x) // 64, 64), dtype=np.float32)
+        v[:, permutation] = x.astype(np.float32).reshape(-1, 64) * np.array(left, dtype=np.float32)
+        for step in (1, 2, 4, 8, 16, 32):
+            a, b = v.reshape(-1, 2, step)[:, 0], v.reshape(-1, 2, step)[:, 1]
+            v = np.stack((a + b, a - b), 1).reshape(v.shape)
+        return (v * np.array(right, dtype=np.float32) / 8).reshape(-1).astype(np.float64)
 
     def graded(self, x: np.ndarray, row: int) -> np.ndarray:
         """[K] -> [N], one row graded with the thresholds of stored profile `row`."""
+        x = self.rotate(x)
         level = 2 * (np.abs(x)[:, None] > self.thresholds[row][None, :]).sum(1)
         y = self.restore((self.read(level) @ x)[:, None])[:, 0]
         return y if self.bias is None else y + self.bias
@@ -107,7 +126,10 @@ def true_model(folder: Path):
     config = json.loads((folder / "config.json").read_text())
     quantization = config.pop("quantization_config")
     tensors = read_tensors(folder)
-    linears = {name: TrueLinear(tensors, name, quantization["transforms"]) for name in quantization["modules"]}
+    linears = {
+        name: TrueLinear(tensors, name, quantization["transforms"], module.get("input_transform"))
+        for name, module in quantization["modules"].items()
+    }
     model = _skeleton(json.dumps(config))
     state = model.state_dict()
     with torch.no_grad():

@@ -22,6 +22,7 @@ from vllm_tilequant.checkpoint.reader import Checkpoint
 from vllm_tilequant.hf import load_dense
 from vllm_tilequant.kernels import reference
 from vllm_tilequant.kernels.dispatch import GRADED_ROWS
+from vllm_tilequant.kernels.layout import rotate_inputs
 
 #: Prompts above, at and below the graded limit: a short one is graded as a whole, a long one only from its first new token on.
 #: The longest comes first, because the traced server without warm-up traces its first request, and vLLM's trace at one row
@@ -144,6 +145,8 @@ class ReferenceLinear(nn.Module):
 
     def forward(self, x):
         rows, w = x.reshape(-1, x.shape[-1]), self.stored.weight
+        if w.input_rotation is not None:
+            rows = rotate_inputs(rows, w.input_rotation)
         if rows.shape[0] <= GRADED_ROWS:
             y = reference.decode_bitplane_ref(rows, w, self.matrices, self.thresholds, self.stored.bias)
         else:

@@ -25,8 +25,8 @@ def scored():
     seen = {}
     original = sensitivity.decode_scores
 
-    def spy(model, linears, batches, deltas, weights, thresholds, *, scored):
-        out = original(model, linears, batches, deltas, weights, thresholds, scored=scored)
+    def spy(model, linears, batches, deltas, weights, thresholds, **how):
+        out = original(model, linears, batches, deltas, weights, thresholds, **how)
         seen.update(deltas=dict(deltas), weights=weights, thresholds=thresholds, decode=out)
         return out
 
@@ -135,7 +135,7 @@ def test_provisional_thresholds_meet_three_bits_with_wide_tiles_everywhere(score
         group = run.group_of[name].name
         t = seen["thresholds"][name]
         assert bool((seen["weights"][name].tile_bits == 8).all())
-        counts = run.histograms[group].tiles.sum(0).double()
+        counts = run.inputs[group][False].histogram.tiles.sum(0).double()
         edges = torch.exp2(torch.arange(counts.numel()) / 64 - 24)
         share = [float(counts[edges >= x].sum() / counts.sum()) for x in t.tolist()]
         loaded += 2 * sum(share) * linear.weight.numel()
@@ -280,5 +280,6 @@ def test_the_best_transform_has_the_least_weighted_error_per_output_tile():
 def test_provisional_statistics_use_the_histogram_of_the_group(scored):
     run, _ = scored
     group = run.groups[0]
-    assert isinstance(run.statistics[group.name], GroupStatistics) and isinstance(run.histograms[group.name], Histogram)
+    assert isinstance(run.statistics[group.name], GroupStatistics)
+    assert isinstance(run.inputs[group.name][False].histogram, Histogram)
     assert optimal_thresholds({group.name: run.statistics[group.name]}, 2.0)[group.name].shape == (4,)

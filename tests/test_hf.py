@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from cases import THRESHOLDS, make_rows
 from tolerances import FLOAT32_RMS, relative_rms
-from toy import write_toy
+from toy import ROTATED, write_toy
 from vllm_tilequant import hf
 from vllm_tilequant.checkpoint.reader import Checkpoint, CheckpointError
 from vllm_tilequant.kernels import layout, reference
@@ -115,6 +115,28 @@ def test_fast_levels_are_the_reference_levels(values):
     x[0, :4] = thresholds  # equal to a threshold is not above it
     x[1, :4] = -torch.nextafter(thresholds, torch.full((4,), torch.inf))
     assert torch.equal(hf.fast_levels(x, thresholds), reference.levels_ref(x, thresholds))
+
+
+def test_rotated_inputs(tmp_path):
+    folder = write_toy(tmp_path / "toy", kind="mixed2468", rotated=ROTATED)
+    model = hf.load_reference(folder, profile="3.0", graded="always")
+    rotated = 0
+    for layer, stored, matrices in layers(folder, model):
+        x = make_rows(5, layer.in_features)
+        seen = x if stored.weight.input_rotation is None else layout.rotate_inputs(x, stored.weight.input_rotation)
+        rotated += seen is not x
+        t = thresholds_of(model.tilequant.schema, stored, "3.0")
+        for activation in ("none", "group64"):
+            hf.set_mode(model, activation=activation, graded="always")
+            want = reference.decode_bitplane_ref(seen, stored.weight, matrices, t, stored.bias, int8=activation == "group64")
+            assert relative_rms(layer(x), want) <= FLOAT32_RMS
+            hf.set_mode(model, graded="never")
+            want = reference.linear_ref(seen, stored.weight, matrices, stored.bias, int8=activation == "group64")
+            assert relative_rms(layer(x), want) <= FLOAT32_RMS
+    assert rotated == 2 * 3
+    ids = torch.arange(3, 60)[None]
+    hf.set_mode(model, profile="off", activation="none")
+    assert torch.allclose(hf.load_dense(folder)(ids).logits, model(ids).logits, atol=1e-4)
 
 
 def test_without_a_cache_the_result_is_the_same(folder, model):

@@ -1,15 +1,18 @@
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import MAPS, SHAPES, make_case
+from cases import MAPS, SHAPES, make_case, make_rows
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.schema import LEVELS, Transform, rotation_v1
 
 
 def same(a, b):
-    return all(torch.equal(getattr(a, f), getattr(b, f)) for f in a.__dataclass_fields__)
+    return all(torch.equal(t, getattr(b, f)) for f, t in vars(a).items() if t is not None)
 
 
 @pytest.mark.parametrize("kind", MAPS)
@@ -104,3 +107,40 @@ def test_rotations_are_orthogonal_and_pinned():
     u = torch.stack([layout.transform_matrix(Transform(kind="randomized_hadamard", seed=s)) for s in (3, 4)])
     w, x = torch.randn(128, 64, dtype=torch.float64), torch.randn(5, 64, dtype=torch.float64)
     assert torch.allclose(layout.restore_outputs(x @ layout.rotate_outputs(w, u).T, u), x @ w.T, atol=1e-12)
+
+
+def test_rotated_inputs_are_the_matrix_product_in_one_order_of_float32_sums():
+    transform = Transform(kind="randomized_hadamard", seed=5)
+    table, matrix = layout.rotation_table(transform), layout.transform_matrix(transform)
+    x = make_rows(3, 192, torch.bfloat16)
+    got = layout.rotate_inputs(x, table)
+    want = (x.double().view(3, -1, 64) @ matrix).view(3, 192)
+    assert got.dtype == torch.float32 and torch.allclose(got.double(), want, rtol=1e-6, atol=1e-6 * float(want.abs().max()))
+    permutation, left, right = rotation_v1(5)
+    for tile in range(3):  # the butterflies once more, number by number
+        v = np.zeros(64, dtype=np.float32)
+        for i, value in enumerate(x[1, 64 * tile : 64 * tile + 64].float().numpy()):
+            v[permutation[i]] = value * np.float32(left[i])
+        for step in (1, 2, 4, 8, 16, 32):
+            for i in range(64):
+                if not i & step:
+                    v[i], v[i + step] = v[i] + v[i + step], v[i] - v[i + step]
+        assert np.array_equal(got[1, 64 * tile : 64 * tile + 64].numpy(), v * np.array(right, dtype=np.float32) / 8)
+
+
+def test_a_weight_for_rotated_inputs_gives_the_source_product_back():
+    table = layout.rotation_table(Transform(kind="randomized_hadamard", seed=5))
+    w, x = torch.randn(64, 128, dtype=torch.float64), torch.randn(4, 128)
+    rotated = layout.rotate_weight_inputs(w, table)
+    assert torch.allclose(layout.rotate_inputs(x, table).double() @ rotated.T, x.double() @ w.T, atol=1e-5)
+    assert torch.allclose(layout.restore_weight_inputs(rotated, table), w, atol=1e-12)
+    assert layout.rotation_table(Transform(kind="identity")) is None
+
+
+def test_weights_whose_inputs_are_rotated_differently_are_not_joined():
+    case = make_case(64, 64)
+    turned = replace(case.weight, input_rotation=layout.rotation_table(Transform(kind="randomized_hadamard", seed=5)))
+    assert layout.concat_outputs([turned, turned]).input_rotation is turned.input_rotation
+    assert layout.slice_weight(turned, (0, 64), (0, 64)).input_rotation is turned.input_rotation
+    with pytest.raises(ValueError, match="input_rotation"):
+        layout.concat_outputs([turned, case.weight])

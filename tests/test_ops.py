@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,18 +13,22 @@ from vllm_tilequant.kernels import layout, reference
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.dispatch import LinearWeight, portable_reason, prepare
 from vllm_tilequant.ops import tile_linear
+from vllm_tilequant.schema import Transform
 
+ROTATION = layout.rotation_table(Transform(kind="randomized_hadamard", seed=7))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def served(n, k, device, dtype, activation="group64"):
+def served(n, k, device, dtype, activation="group64", rotation=None):
     case = make_case(n, k)
-    return case, prepare(layout.to_device(case.weight, device), TRANSFORMS, dtype, activation)
+    weight = replace(case.weight, input_rotation=rotation)
+    return case, prepare(layout.to_device(weight, device), TRANSFORMS, dtype, activation)
 
 
 def arguments(w: LinearWeight):
     """The op's arguments that stand for a weight."""
-    return w.dense, [t for t in vars(w.graded).values() if isinstance(t, torch.Tensor)], isinstance(w.graded, DecodeWeight)
+    tensors = [t for t in vars(w.graded).values() if isinstance(t, torch.Tensor)]
+    return w.dense, tensors, isinstance(w.graded, DecodeWeight), w.input_rotation
 
 
 def call(x, w: LinearWeight, bias, thresholds, limit=8, activation="group64"):
@@ -46,9 +52,29 @@ def test_every_number_of_rows_equals_the_reference(device, dtype):
         assert relative_rms(got, want) <= bound, m
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_row_is_the_same_alone_and_in_any_batch(device):
-    _, w = served(576, 1536, device, torch.bfloat16)
+def test_rotated_inputs_are_graded_and_quantized_after_the_rotation(device, dtype):
+    case, w = served(192, 320, device, dtype, rotation=ROTATION)
+    thresholds = torch.tensor(THRESHOLDS["graded"], device=device)
+    for m in (1, 8, 17):
+        x = make_rows(m, 320, dtype)
+        got = call(x.to(device), w, None, thresholds).cpu()
+        assert got.dtype == dtype
+        rotated = layout.rotate_inputs(x, ROTATION)
+        if m <= 8:
+            want = reference.decode_bitplane_ref(rotated, case.weight, case.matrices, thresholds.cpu())
+        else:
+            want = reference.linear_ref(rotated.to(dtype), case.weight, case.matrices, int8=True)
+        assert relative_rms(got, want) <= OUTPUT_RMS[str(dtype).removeprefix("torch.")] * (1 if m <= 8 else 2), m
+    if device == "cuda":
+        assert torch.equal(layout.rotate_inputs(x.to(device), ROTATION.to(device)).cpu(), rotated)
+
+
+@pytest.mark.parametrize("rotation", [None, ROTATION])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_is_the_same_alone_and_in_any_batch(device, rotation):
+    _, w = served(576, 1536, device, torch.bfloat16, rotation=rotation)
     thresholds = torch.tensor(THRESHOLDS["graded"], device=device)
     rows = torch.cat([make_rows(4, 1536, torch.bfloat16, seed=s) for s in (1, 2)]).to(device)
     alone = torch.cat([call(rows[i : i + 1], w, None, thresholds) for i in range(8)])
@@ -94,10 +120,10 @@ def test_one_captured_graph_serves_every_profile(m):
 def test_a_compiled_model_still_chooses_by_rows(device):
     _, w = served(192, 320, device, torch.float32)
     thresholds = torch.tensor(THRESHOLDS["graded"], device=device)
-    dense, tensors, kernel = arguments(w)
+    weight = arguments(w)
 
     def model(x):
-        return tile_linear(x, dense, tensors, kernel, None, thresholds, 8, "group64")
+        return tile_linear(x, *weight, None, thresholds, 8, "group64")
 
     graph = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     for m in (20, 9, 8, 3):

@@ -464,6 +464,7 @@ def test_the_op_is_traced_once_for_all_row_counts():
             [getattr(layer, name).data for name in layer.tilequant_graded],
             False,
             None,
+            None,
             layer.active_thresholds,
             8,
             "group64",

@@ -19,14 +19,14 @@ from serving import (
     server,
 )
 
-from toy import write_toy
+from toy import ROTATED, write_toy
 
 pytestmark = pytest.mark.serve
 
 
 def test_three_ranks_answer_as_the_float64_reference(tmp_path):
     """Every linear is cut: q, k, v and gate, up by outputs, o and down by inputs, each rank with its own share of the maps."""
-    folder = write_toy(tmp_path / "toy", hidden=192, intermediate=384, heads=3, kv_heads=3, vocab=384, seed=2)
+    folder = write_toy(tmp_path / "toy", hidden=192, intermediate=384, heads=3, kv_heads=3, vocab=384, seed=2, rotated=ROTATED)
     model = reference_model(folder, "3.0")
     wanted = [greedy(model, prompt) for prompt in PROMPTS]
     with server(folder, tmp_path / "log", "--enforce-eager", "--tensor-parallel-size", "3") as client:

@@ -23,7 +23,7 @@ from serving import (
     settings,
 )
 
-from toy import write_toy
+from toy import ROTATED, write_toy
 from vllm_tilequant.hf import load_dense
 
 pytestmark = pytest.mark.serve
@@ -42,7 +42,7 @@ def test_without_grading_and_activation_codes_it_is_the_dequantized_model(tmp_pa
 @pytest.mark.parametrize("traced", [False, True])
 def test_default_profile_is_the_float64_reference(tmp_path, traced):
     """Once eager with biases, once traced: a traced server must still choose by the rows of each call."""
-    folder = write_toy(tmp_path / "toy", bias=not traced, tied=False, seed=1)
+    folder = write_toy(tmp_path / "toy", bias=not traced, tied=False, seed=1, rotated=ROTATED)
     options, environment = ((), TRACED) if traced else (("--enforce-eager",), {})
     model = reference_model(folder, "3.0")
     wanted = [greedy(model, prompt) for prompt in PROMPTS]

@@ -34,6 +34,12 @@ def config_with(folder, text):
     path.write_text(path.read_text().replace('"vocab_size": 256', f'"vocab_size": {text}', 1))
 
 
+def rotate(quantization, names, index):
+    quantization["required_features"] = ["input_transform"]
+    for name in names:
+        quantization["modules"][name]["input_transform"] = index
+
+
 @pytest.mark.parametrize(
     "text,message",
     [
@@ -71,6 +77,11 @@ def quantization(folder, change):
             "reads 1: vllm-tilequant 0.4.0 wrote it and reads it",
         ),
         (lambda q: q.update(required_features=3), "required_features is 3"),
+        (lambda q: q["modules"][Q].update(input_transform=1), "required_features lacks 'input_transform'"),
+        (lambda q: rotate(q, [Q], 1), "modules with one input differ in input_transform"),
+        (lambda q: rotate(q, q["modules"], 9), "input_transform beyond the 3 transforms"),
+        (lambda q: rotate(q, q["modules"], -1), "greater than or equal to 0"),
+        (lambda q: rotate(q, q["modules"], True), "valid integer"),
         (lambda q: q.update(required_features=[{}]), "required_features is"),
         (lambda q: q["modules"][Q].update(out_features="128"), "out_features: Input should be a valid integer"),
         (lambda q: q["modules"][Q].update(out_features=1 << 50), "less than or equal to"),

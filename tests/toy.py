@@ -18,6 +18,8 @@ MEMBERS = {
     "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": ("mlp.down_proj",),
 }
+#: Groups whose inputs a test rotates: one that a rank cuts along its inputs, and one that vLLM fuses.
+ROTATED = ("self_attn.o", "mlp.gate_up")
 TRANSFORMS = [
     s.Transform(kind="identity"),
     s.Transform(kind="randomized_hadamard", seed=1),
@@ -54,10 +56,12 @@ def write_toy(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     tokenizer: bool = True,
+    rotated: tuple[str, ...] = (),
 ) -> Path:
     """Write a complete random-weights checkpoint (Llama, or Qwen2 with `bias`); returns the folder.
 
     The maps of q, k, v and of gate, up differ; every output tile takes one of three transforms; profiles "2.0", "3.0", "4.0".
+    rotated: of `MEMBERS`, whose inputs are rotated.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,11 +107,13 @@ def write_toy(
                 tensors |= {f"{name}.{suffix}": t.contiguous() for suffix, t in own.items()}
                 counts = {b: int((bits == b).sum()) for b in s.TILE_BITS if int((bits == b).sum())}
                 modules[name] = s.Module(
-                    out_features=n, in_features=k, tile_counts=counts, bias=has_bias, input_group=prefix + group
-                )
+                    out_features=n, in_features=k, tile_counts=counts, bias=has_bias, input_group=prefix + group,
+                    input_transform=2 if group in rotated else None,
+                )  # fmt: skip
     quantization = s.QuantizationSchema(
         quant_method=s.QUANT_METHOD,
         format_version=s.FORMAT_VERSION,
+        required_features=[s.INPUT_TRANSFORM] if rotated else [],
         tile=s.TILE,
         max_bits=8,
         transforms=TRANSFORMS,

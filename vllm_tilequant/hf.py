@@ -126,8 +126,9 @@ class TileLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.out_features, weight.in_features
         self.shared = shared
-        self.packed = weight
         self.transforms = transforms
+        self.rotation = weight.input_rotation
+        self.packed = weight = replace(weight, input_rotation=None)  # rows are rotated before every product
         self.weight = portable.dequantize(weight, transforms, dtype)  # [N, K] dtype, at stored precision
         device = self.weight.device
         self.bias = None if bias is None else bias.to(device, dtype)
@@ -146,7 +147,7 @@ class TileLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, mean tile bits={bits:.2f}"
 
     def level_weight(self, level: int) -> Tensor:
-        """[N, K] float32 in the source model's basis, every channel read at `level` > 0 bits."""
+        """[N, K] float32, every channel read at `level` > 0 bits: for the source's outputs and rotated inputs."""
         if level == LEVELS[-1] and self.weight.dtype == torch.float32:
             return self.weight
         cached = self._levels.get(level)
@@ -158,15 +159,17 @@ class TileLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
+        if self.rotation is not None:
+            rows = layout.rotate_inputs(rows, self.rotation)
         mode = self.shared.mode
         if mode.takes_graded(rows.shape[0]):
             y = self._graded(rows, self.thresholds[mode.profile], mode.activation)
         else:
             self._static_rows += rows.shape[0]
             if mode.activation == "group64":
-                rows = portable.fake_quantize(rows).to(x.dtype)
-            y = F.linear(rows, self.weight, self.bias)
-        return y.view(*x.shape[:-1], self.out_features)
+                rows = portable.fake_quantize(rows)
+            y = F.linear(rows.to(x.dtype), self.weight, self.bias)
+        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _graded(self, x: Tensor, thresholds: Tensor, activation: str) -> Tensor:
         """[M, K] -> [M, N]: one dense float32 product per level, with the channels of the other levels at zero."""

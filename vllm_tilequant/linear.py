@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from vllm_tilequant import ops
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.dispatch import prepare
+from vllm_tilequant.kernels.layout import rotation_table
 from vllm_tilequant.parameters import LayerLoading, Member
 from vllm_tilequant.schema import NEVER, PROFILE_FULL, PROFILE_OFF, TILE
 
@@ -58,7 +59,8 @@ class TileQuantLinearMethod(LinearMethodBase):
         if not loading.arrived and self.config.dummy_weights:
             loading.fill_dummy()
         loaded = loading.finish()
-        weight = prepare(loaded.weight, self.config.transforms, layer.tilequant_dtype, self.settings.activation)
+        packed = replace(loaded.weight, input_rotation=self._input_rotation(loaded.weight.plane0.device))
+        weight = prepare(packed, self.config.transforms, layer.tilequant_dtype, self.settings.activation)
         loading.release()
         layer.tilequant_loading = None
         layer.weight_dense = Parameter(weight.dense, requires_grad=False)
@@ -70,9 +72,19 @@ class TileQuantLinearMethod(LinearMethodBase):
                 name = "weight_packed" if f.name == "codes" else f"graded_{f.name}"
                 layer.register_parameter(name, Parameter(tensor, requires_grad=False))
                 layer.tilequant_graded.append(name)
+        layer.register_buffer("input_rotation", weight.input_rotation, persistent=False)
         layer.register_buffer("profile_thresholds", loaded.thresholds, persistent=False)
         layer.register_buffer("active_thresholds", torch.empty_like(loaded.thresholds[0]), persistent=False)
         self.set_profile(layer, self.settings.profile)
+
+    def _input_rotation(self, device: torch.device) -> torch.Tensor | None:
+        """[64] uint8. Raises `ValueError` where vLLM fuses modules whose inputs the checkpoint rotates differently."""
+        found = {self.config.schema.input_transform(m.name) for m in self.members}
+        if len(found) > 1:
+            raise ValueError(f"{self.prefix} fuses {[m.name for m in self.members]}, which differ in input_transform")
+        transform = found.pop()
+        table = None if transform is None else rotation_table(transform)
+        return None if table is None else table.to(device)
 
     def set_profile(self, layer: Any, profile: str) -> None:
         """Write a profile's thresholds into the buffer that `apply` reads: takes effect in the next call, captured or not.
@@ -94,6 +106,7 @@ class TileQuantLinearMethod(LinearMethodBase):
             layer.weight_dense,
             [getattr(layer, name) for name in layer.tilequant_graded],
             layer.tilequant_kernel,
+            layer.input_rotation,
             bias,
             layer.active_thresholds,
             self.settings.graded_rows,

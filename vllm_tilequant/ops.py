@@ -22,6 +22,7 @@ def _tile_linear(
     dense: torch.Tensor,
     graded: list[torch.Tensor],
     kernel: bool,
+    input_rotation: torch.Tensor | None,
     bias: torch.Tensor | None,
     thresholds: torch.Tensor,
     graded_rows: int,
@@ -35,7 +36,8 @@ def _tile_linear(
     else:
         form = PortableWeight(*graded)
     x = x.contiguous()  # the products want rows without gaps; a caller may hand over a slice
-    return dispatch(x, LinearWeight(dense, form), bias, thresholds, graded_rows=graded_rows, activation=activation)
+    weight = LinearWeight(dense, form, input_rotation)
+    return dispatch(x, weight, bias, thresholds, graded_rows=graded_rows, activation=activation)
 
 
 def _tile_linear_fake(
@@ -43,6 +45,7 @@ def _tile_linear_fake(
     dense: torch.Tensor,
     graded: list[torch.Tensor],
     kernel: bool,
+    input_rotation: torch.Tensor | None,
     bias: torch.Tensor | None,
     thresholds: torch.Tensor,
     graded_rows: int,

@@ -14,8 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 QUANT_METHOD = "tilequant"
 FORMAT_VERSION = 1
+#: Some module's inputs are rotated before levels and quantization: `Module.input_transform`.
+INPUT_TRANSFORM = "input_transform"
 #: Features of format version 1 that a reader must know by name. A checkpoint that lists another one is refused.
-KNOWN_FEATURES: frozenset[str] = frozenset()
+KNOWN_FEATURES: frozenset[str] = frozenset({INPUT_TRANSFORM})
 
 TILE = 64
 #: Bits a tile may be stored with, and the levels at which a decode step may read an input channel.
@@ -76,9 +78,9 @@ class TensorSpec:
 
 
 class Transform(BaseModel):
-    """One entry of the checkpoint's transform list, addressed by the bytes of `output_transform`."""
+    """One entry of the checkpoint's transform list, addressed by the bytes of `output_transform` and by `input_transform`."""
 
-    model_config = _STRICT
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     kind: str
     generator: int = 1
@@ -108,6 +110,8 @@ class Module(BaseModel):
     tile_counts: dict[int, int]
     bias: bool = False
     input_group: str = Field(max_length=512)
+    #: Index of the transform of every 64 inputs; None where they are taken as they come.
+    input_transform: int | None = Field(default=None, ge=0, lt=256)
 
     @field_validator("tile_counts", mode="before")
     @classmethod
@@ -241,6 +245,13 @@ class QuantizationSchema(BaseModel):
         over = [name for name, m in self.modules.items() if max(m.tile_counts) > self.max_bits]
         if over:
             raise ValueError(f"tiles wider than max_bits {self.max_bits} in {over[:_SHOWN]}")
+        rotated = [name for name, m in self.modules.items() if m.input_transform is not None]
+        if rotated and INPUT_TRANSFORM not in self.required_features:
+            raise ValueError(f"required_features lacks {INPUT_TRANSFORM!r}, which {rotated[:_SHOWN]} need")
+        if far := [name for name in rotated if self.modules[name].input_transform >= len(self.transforms)]:  # type: ignore[operator]
+            raise ValueError(f"input_transform beyond the {len(self.transforms)} transforms in {far[:_SHOWN]}")
+        if mixed := [g for g, names in self.groups.items() if len({self.modules[n].input_transform for n in names}) > 1]:
+            raise ValueError(f"modules with one input differ in input_transform: input groups {mixed[:_SHOWN]}")
         return self
 
     @classmethod
@@ -256,7 +267,11 @@ class QuantizationSchema(BaseModel):
 
     def dump(self) -> dict[str, Any]:
         """The JSON object that `parse` reads back, with `tile_counts` keyed by strings as JSON has them."""
-        return self.model_dump(mode="json")
+        data = self.model_dump(mode="json")
+        for module in data["modules"].values():
+            if module["input_transform"] is None:
+                del module["input_transform"]
+        return data
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
@@ -265,6 +280,11 @@ class QuantizationSchema(BaseModel):
         for name, module in self.modules.items():
             out.setdefault(module.input_group, []).append(name)
         return out
+
+    def input_transform(self, name: str) -> Transform | None:
+        """What rotates the inputs of module `name`, None where nothing does."""
+        index = self.modules[name].input_transform
+        return None if index is None else self.transforms[index]
 
     def profile_row(self, profile: str) -> int:
         """Row of `thresholds` for a stored profile; raises `FormatError` listing the legal values."""

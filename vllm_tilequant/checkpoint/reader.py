@@ -59,7 +59,8 @@ class Checkpoint(Tensors):
         """The packed weight, thresholds and bias of one quantized linear; raises `CheckpointError` on any bad value."""
         tensors = self.module_tensors(name)
         raise_faults(self.folder, self.value_faults(name, tensors))
-        return StoredModule(layout.from_tensors(tensors), tensors[s.THRESHOLDS], tensors.get(s.BIAS))
+        weight = layout.from_tensors(tensors, self.schema.input_transform(name))
+        return StoredModule(weight, tensors[s.THRESHOLDS], tensors.get(s.BIAS))
 
     def module_tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one quantized linear by suffix, as stored: their values are not judged."""
