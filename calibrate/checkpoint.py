@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from vllm_tilequant import schema as s
 from vllm_tilequant.calibrate.pipeline import Result
+from vllm_tilequant.checkpoint.card import CALIBRATION, origin, write_card
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.kernels.portable import dequantize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-REPORT = "calibration_report.json"
+REPORT = CALIBRATION
 
 
 def build_schema(result: Result, linears: dict[str, nn.Linear], profiles: list[str], default: str, ignore: list[str]):
@@ -82,7 +83,9 @@ def wrap_save_pretrained(model: PreTrainedModel, packed: Callable[[], tuple[Resu
                 _replace(modules[name], {"weight": weight})
         folder = Path(save_directory)
         _write_config(folder, schema)
-        (folder / REPORT).write_text(json.dumps(result.report, indent=1) + "\n")
+        base = origin(model.config.name_or_path, Path(model.config.name_or_path))
+        (folder / REPORT).write_text(json.dumps({"source": base} | result.report, indent=1) + "\n")
+        write_card(folder)
         for file in folder.iterdir():
             if file.is_file():
                 file.chmod(0o644)  # safetensors writes 0600: a server under another user could not read it

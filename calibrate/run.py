@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 #: Room beyond the checkpoint itself: tokenizer files, recipe, report.
 _SLACK_BYTES = 64 << 20
 #: What of a hub repository is needed.
-_MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+_MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*")
 
 
 def quantize(
@@ -58,6 +58,7 @@ def quantize(
     from vllm_tilequant.calibrate.pipeline import STATE_TYPES
     from vllm_tilequant.calibrate.progress import Progress
     from vllm_tilequant.calibrate.work import WorkFolder, model_fingerprint
+    from vllm_tilequant.checkpoint.card import origin
 
     modifier = TileQuantModifier(**settings)
     skeleton = _skeleton(source)
@@ -90,6 +91,7 @@ def quantize(
         held_out=held_out,
         facts={
             "versions": versions,
+            "source": origin(model, source),
             "model_sha256": fingerprint["model"],
             "data": records.report,
             "expected": {"seconds": need.seconds, "memory_bytes": need.memory},
@@ -112,6 +114,7 @@ def _write(network: PreTrainedModel, tokenizer: Any, records: Any, modifier: Til
     """Calibrate and save beside the output, then move it there in one step."""
     from llmcompressor import oneshot
 
+    from vllm_tilequant.checkpoint.card import copy_companions
     from vllm_tilequant.checkpoint.manifest import write_manifest
 
     partial = output.with_name(output.name + ".partial")
@@ -127,8 +130,7 @@ def _write(network: PreTrainedModel, tokenizer: Any, records: Any, modifier: Til
             shuffle_calibration_samples=False,  # llm-compressor's shuffling is not seeded
             output_dir=str(partial),
         )
-        if (source / "generation_config.json").is_file():
-            shutil.copy(source / "generation_config.json", partial)
+        copy_companions(source, partial)
         write_manifest(partial)
         partial.rename(output)
     finally:

@@ -23,6 +23,7 @@ from serving import (
     settings,
 )
 
+import broken_starts
 from toy import ROTATED, write_toy
 from vllm_tilequant.hf import load_dense
 
@@ -68,6 +69,15 @@ def with_method(method):
         (folder / "config.json").write_text(json.dumps(config))
 
     return change
+
+
+@pytest.mark.parametrize("name", ["scale not a number", "embedding not finite", "index leads outside"])
+def test_a_broken_checkpoint_ends_the_server_before_its_engine_starts(tmp_path, name):
+    """All classes and their times: `broken_starts.py`, docs/fuzzing.md."""
+    base = write_toy(tmp_path / "toy", kind="mixed2468", bias=True, kv_heads=2)
+    _, code, said = broken_starts.start(broken_starts.copy_of(base, tmp_path / "broken", name))
+    assert broken_starts.outcome(name, code, said) == "validator", said[-8000:]
+    assert "EngineCore" not in said
 
 
 @pytest.mark.parametrize(

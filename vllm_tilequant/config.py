@@ -94,16 +94,17 @@ class TileQuantConfig(QuantizationConfig):
         return cls(QuantizationSchema.parse(config))
 
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
-        """Check config and headers of a local folder here, in the server's first process, before anything else starts.
+        """Judge a local folder in the server's first process, before anything else starts: every header and every value.
 
-        Raises `CheckpointError` listing every fault. A folder without any weight file is left to vLLM, whose load format may
-        not need one; a hub id is checked tensor by tensor while it loads.
+        Raises `CheckpointError` listing every fault. Codes of tiles are not read for it (any is legal), so that the time is
+        that of reading embeddings and norms. A folder without any weight file is left to vLLM, whose load format may not need
+        one; a hub id is checked linear by linear while it loads.
         """
-        from vllm_tilequant.checkpoint.reader import Checkpoint
+        from vllm_tilequant.checkpoint.verify import verify
 
         folder = Path(model_name)
         if folder.is_dir() and any(folder.glob("*.safetensors*")):
-            Checkpoint.open(folder)
+            verify(folder, hashes=False)  # hashing would read all of the codes
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename modules as vLLM's model class does. Patterns in `ignore` stay: they are matched with vLLM's names."""

@@ -126,6 +126,40 @@ def pareto(rows: Iterable[Mapping[str, Any]]) -> bytes:
     return _png(figure)
 
 
+def speed(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """Bars from rows of `tilequant bench`: time to the first token, time per further token, memory."""
+    rows = list(rows)
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    methods = list(dict.fromkeys((row["method"], row["profile"]) for row in rows))
+    panels = {"ttft_ms": "time to first token, ms", "tpot_ms": "time per further token, ms"}
+    memory = [(k, k.removesuffix("_gib")) for k in ("weights_gib", "resident_gib", "peak_gib") if any(r.get(k) for r in rows)]
+    figure = Figure((3.6 * (len(panels) + bool(memory)), 3.4), layout="constrained")
+    axes = [figure.add_subplot(1, len(panels) + bool(memory), i + 1) for i in range(len(panels) + bool(memory))]
+    width = 0.8 / len(methods)
+    colours = ["#9e9e9e" if method != "tilequant" else _WIDTHS(1 + i % 2) for i, (method, _) in enumerate(methods)]
+    for i, (method, profile) in enumerate(methods):
+        own = {row["batch"]: row for row in rows if (row["method"], row["profile"]) == (method, profile)}
+        offset = (i - (len(methods) - 1) / 2) * width
+        label = f"{method} {profile}" if profile else method
+        for ax, key in zip(axes, panels, strict=False):
+            bars = ax.bar(
+                np.arange(len(batches)) + offset, [own[b][key] for b in batches], width, color=colours[i], label=label
+            )
+            ax.bar_label(bars, fmt="%.3g", fontsize=7)
+        if memory:
+            values = [max(row[k] or 0 for row in own.values()) for k, _ in memory]
+            bars = axes[-1].bar(np.arange(len(memory)) + offset, values, width, color=colours[i])
+            axes[-1].bar_label(bars, fmt="%.3g", fontsize=7)
+    for ax, title in zip(axes, panels.values(), strict=False):
+        ax.set_xticks(range(len(batches)), [f"batch {b}" for b in batches], fontsize=8)
+        ax.set_title(title, fontsize=9)
+    if memory:
+        axes[-1].set_xticks(range(len(memory)), [label for _, label in memory], fontsize=8)
+        axes[-1].set_title(f"{rows[0]['memory']} memory, GiB", fontsize=9)
+    axes[0].legend(fontsize=7)
+    return _png(figure)
+
+
 def level_shares(shares: Mapping[str, Iterable[float]]) -> bytes:
     """Stacked bars, one for each profile: share of channels read at 0, 2, 4, 6 and 8 bits."""
     figure = Figure((6, 0.9 + 0.4 * len(shares)), layout="constrained")

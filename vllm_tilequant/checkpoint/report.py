@@ -11,11 +11,11 @@ from typing import Any
 
 from vllm_tilequant import schema as s
 from vllm_tilequant.checkpoint import pictures
+from vllm_tilequant.checkpoint.card import CALIBRATION
 from vllm_tilequant.checkpoint.files import CheckpointError, parse_json, read_json_object
 from vllm_tilequant.checkpoint.inspect import inspect
 from vllm_tilequant.checkpoint.reader import Checkpoint
 
-CALIBRATION = "calibration_report.json"
 _MAPS = 6
 _QUALITY = ("phase", "profile", "activation", "loaded_bits", "kl_milli", "kl_se", "top1", "ppl")
 _STYLE = (

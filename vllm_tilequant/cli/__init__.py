@@ -32,6 +32,7 @@ VERBS = {
     "convert": Verb("convert", "convert", "Write a checkpoint as an ordinary dense model."),
     "report": Verb("report", "report", "Write an HTML page with pictures of a checkpoint."),
     "serve": Verb("serve", "serve", "Print and run the vllm serve command for a checkpoint."),
+    "bench": Verb("bench", "bench", "Time a checkpoint beside its source model: TTFT, TPOT, memory."),
     "doctor": Verb("doctor", "doctor", "Print an environment block for a bug report."),
     "evaluate": Verb("evaluate", "evaluate", "Compare a checkpoint with its source model: KL, perplexity, loaded bits."),
 }

@@ -43,6 +43,11 @@ def doctor(as_json: JsonFlag = False) -> None:
 
 def environment() -> dict[str, Any]:
     """A JSON object; what cannot be found out is None or a sentence."""
+    return hardware() | {"plugin": _plugin()}
+
+
+def hardware() -> dict[str, Any]:
+    """All of it but the plugin, which takes a start of vLLM to find out."""
     return {
         "os": _os_name(),
         "kernel": platform.release(),
@@ -53,7 +58,6 @@ def environment() -> dict[str, Any]:
         "location": str(Path(__file__).resolve().parents[1]),
         "driver": _driver(),
         **_torch(),
-        "plugin": _plugin(),
     }
 
 

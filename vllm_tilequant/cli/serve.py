@@ -48,13 +48,18 @@ def serve(
     print(shlex.join(command), flush=True)
     if dry_run:
         return
+    os.execv(vllm_program(), command)
+
+
+def vllm_program() -> str:
+    """Path of the `vllm` command; raises `ModuleNotFoundError` where vLLM is not installed."""
     if find_spec("vllm") is None:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
     beside = Path(sys.executable).with_name("vllm")  # that of this environment, whatever PATH says
     program = str(beside) if beside.exists() else shutil.which("vllm")
     if program is None:
         raise FileNotFoundError(f"vllm is installed, its command is neither beside {sys.executable} nor on the PATH")
-    os.execv(program, command)
+    return program
 
 
 def serve_command(
