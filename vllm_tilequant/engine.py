@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 STOP_SECONDS = 60
+ORPHAN_SECONDS = 5
 _SAMPLE_SECONDS = 1.0
 _PERCENTILES = (50, 90, 99)
 _LOADED = re.compile(r"Model loading took ([0-9.]+) GiB")
@@ -199,16 +200,21 @@ def _process(command: list[str], log: Path) -> Iterator[tuple[subprocess.Popen[b
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, time for all processes of the session to clean up, then SIGKILL."""
+    """SIGTERM, time for all processes of the session to clean up, SIGTERM to those that the first one left, then SIGKILL."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
+    orphans_since = None
     end = time.monotonic() + STOP_SECONDS
     while time.monotonic() < end:
-        process.poll()
+        ended = process.poll() is not None
         try:
             os.killpg(process.pid, 0)
         except ProcessLookupError:
             return
+        if ended and orphans_since is None:
+            orphans_since = time.monotonic()
+        elif orphans_since is not None and time.monotonic() - orphans_since > ORPHAN_SECONDS:
+            os.killpg(process.pid, signal.SIGTERM)
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -223,5 +229,6 @@ def _answers(url: str) -> bool:
 
 
 def _end_of(log: Path, lines: int = 12) -> str:
-    tail = log.read_text(errors="replace").splitlines()[-lines:]
-    return f"the end of {log}:\n  " + "\n  ".join(tail)
+    noise = re.compile(r"\s*(- leaked |- \.\.\. skipped|nanobind:)")  # what a library says of itself when any process ends
+    tail = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and not noise.match(line)]
+    return f"the end of {log}:\n  " + "\n  ".join(tail[-lines:])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Generator
+from contextlib import closing
 from datetime import UTC, datetime
 from enum import StrEnum
 from importlib.util import find_spec
@@ -80,19 +82,20 @@ def bench(
     rows: list[dict[str, Any]] = []
     for method, chosen, model, command in models:
         name = f"{method}-{chosen}" if chosen else method
-        print(f"bench: {name}: {' '.join(command)}", file=sys.stderr, flush=True)
+        shown = command if how is How.serve else ["vllm", "bench", "latency", "--model", *command[2:]]
+        print(f"bench: {name}: {shlex.join(shown)}", file=sys.stderr, flush=True)
         log = output / f"{name}.log"
-        run = (
-            _served(program, command, loads, log, start_seconds) if how is How.serve else _latency(program, command, loads, log)
-        )
-        for load, measured in run:
-            bits = _loaded_bits(checkpoint, chosen, load.batch) if method == "tilequant" else None
-            rows.append(
-                {"model": model.resolve().name, "method": method, "profile": chosen, "batch": load.batch, "prompt": load.prompt}
-                | {"output": load.output, **measured, "loaded_bits": bits, "tp": tp, "pp": 1, "how": how.value}
-            )
-            print(f"bench: {name}, batch {load.batch}: {_line(rows[-1])}", file=sys.stderr, flush=True)
-            _write(output / "bench.json", rows)  # after every figure: a run that breaks keeps what it has
+        one = _served if how is How.serve else _latency
+        with closing(one([program, *command[1:]], loads, log, start_seconds)) as run:
+            for load, measured in run:
+                bits = _loaded_bits(checkpoint, chosen, load.batch) if method == "tilequant" else None
+                rows.append(
+                    {"model": model.resolve().name, "method": method, "profile": chosen, "batch": load.batch}
+                    | {"prompt": load.prompt, "output": load.output, **measured, "loaded_bits": bits}
+                    | {"tp": tp, "pp": 1, "how": how.value}
+                )
+                print(f"bench: {name}, batch {load.batch}: {_line(rows[-1])}", file=sys.stderr, flush=True)
+                _write(output / "bench.json", rows)  # after every figure: a run that breaks keeps what it has
     if plot:
         from vllm_tilequant.checkpoint.pictures import speed
 
