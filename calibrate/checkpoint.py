@@ -83,8 +83,9 @@ def wrap_save_pretrained(model: PreTrainedModel, packed: Callable[[], tuple[Resu
                 _replace(modules[name], {"weight": weight})
         folder = Path(save_directory)
         _write_config(folder, schema)
-        base = origin(model.config.name_or_path, Path(model.config.name_or_path))
-        (folder / REPORT).write_text(json.dumps({"source": base} | result.report, indent=1) + "\n")
+        base = model.config.name_or_path or "unknown"
+        report = {"source": origin(base, Path(base))} | result.report
+        (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
         write_card(folder)
         for file in folder.iterdir():
             if file.is_file():

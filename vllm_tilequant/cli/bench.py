@@ -67,7 +67,7 @@ def bench(
     checkpoint = Checkpoint.open(folder)
     common = ["--max-model-len", str(prompt + answer + 64), "--no-enable-prefix-caching", *(more or [])]
     profiles = profile or [checkpoint.schema.profiles.default]
-    models = [
+    models: list[tuple[str, str | None, Path, list[str]]] = [
         ("tilequant", p, folder, serve_command(checkpoint, p, activation.value, dtype, tp, common)) for p in profiles
     ]  # fmt: skip
     if reference is not None:
