@@ -30,6 +30,18 @@ def print_table(title: str, headings: Mapping[str, bool], rows: Iterable[Iterabl
     Console(width=None if sys.stdout.isatty() else 140, markup=False, highlight=False).print(table)
 
 
+def print_errors(errors: dict[str, float], title: str) -> None:
+    """Mean and largest error of each projection."""
+    groups: dict[str, dict[str, float]] = {}
+    for name, error in errors.items():
+        groups.setdefault(name.rpartition(".")[2], {})[name] = error
+    rows = []
+    for projection, group in groups.items():
+        worst = max(group, key=lambda name: group[name])
+        rows.append((projection, f"{sum(group.values()) / len(group):.4f}", f"{group[worst]:.4f}", worst))
+    print_table(title, {"projection": False, "mean": True, "largest": True, "where": False}, rows)
+
+
 def sizes(nbytes: int) -> str:
     """Bytes for people: 123.4 MiB."""
     value, unit = float(nbytes), "B"

@@ -11,7 +11,7 @@ import typer
 from vllm_tilequant.checkpoint import verify as judge
 from vllm_tilequant.checkpoint.deep import MAX_ERROR
 from vllm_tilequant.checkpoint.manifest import MANIFEST
-from vllm_tilequant.cli.output import JsonFlag, print_json, print_table, tile_shares
+from vllm_tilequant.cli.output import JsonFlag, print_errors, print_json, tile_shares
 
 
 def verify(
@@ -42,16 +42,4 @@ def verify(
     print(f"  {MANIFEST}: {'all files match' if summary.manifest else 'none there (tilequant manifest writes one)'}")
     if summary.errors is not None:
         print(f"  {summary.equal_to_source} dense tensors and biases equal those of {deep}")
-        _print_errors(summary.errors)
-
-
-def _print_errors(errors: dict[str, float]) -> None:
-    groups: dict[str, dict[str, float]] = {}
-    for name, error in errors.items():
-        groups.setdefault(name.rpartition(".")[2], {})[name] = error
-    rows = []
-    for projection, group in groups.items():
-        worst = max(group, key=lambda name: group[name])
-        rows.append((projection, f"{sum(group.values()) / len(group):.4f}", f"{group[worst]:.4f}", worst))
-    headings = {"projection": False, "mean": True, "largest": True, "where": False}
-    print_table("relative error of the weights, |W^ - W| / |W|", headings, rows)
+        print_errors(summary.errors, "relative error of the weights, |W^ - W| / |W|")
