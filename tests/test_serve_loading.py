@@ -1,14 +1,9 @@
 """Loading through vLLM's own layers: every rank's weight equals the slice of the checkpoint, every fault is named."""
 
-import contextlib
-import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm.model_executor.layers.linear as vllm_linear
-import vllm.model_executor.parameter as vllm_parameter
-from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -19,96 +14,14 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.models.utils import WeightsMapper
 
-from cases import THRESHOLDS, TRANSFORMS, make_case, make_rows
+from cases import TRANSFORMS, make_rows
+from layers import PROFILES, Toy, build, feed, on_rank, one_rank, quant_config, vllm_settings  # noqa: F401 - one_rank
 from tolerances import FLOAT32_RMS, OUTPUT_RMS, relative_rms
 from vllm_tilequant import schema as s
 from vllm_tilequant.config import Settings, TileQuantConfig
 from vllm_tilequant.kernels import layout, portable, reference
 
 pytestmark = pytest.mark.serve
-
-PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-PROFILES = torch.tensor([THRESHOLDS["graded"], [0.1, 0.2, 0.3, 0.4]])
-KINDS = ("mixed48", "all4", "mixed2468", "all8")
-
-
-class Toy:
-    """Some quantized modules: name -> tensors, and the config that announces them."""
-
-    def __init__(self, shapes, bias=(), ignore=("lm_head",)):
-        self.cases, self.tensors, modules = {}, {}, {}
-        for i, (name, (n, k)) in enumerate(shapes.items()):
-            case = make_case(n, k, KINDS[i % len(KINDS)], seed=i)
-            bits = case.weight.tile_bits
-            self.cases[name] = case
-            self.tensors[name] = layout.to_tensors(case.weight, PROFILES.clone())
-            if name in bias:
-                self.tensors[name][s.BIAS] = torch.randn(n, generator=torch.Generator().manual_seed(i))
-            modules[name] = {
-                "out_features": n,
-                "in_features": k,
-                "tile_counts": {int(b): int((bits == b).sum()) for b in bits.unique()},
-                "bias": name in bias,
-                "input_group": f"group {k}",
-            }
-        self.config = {
-            "quant_method": "tilequant",
-            "format_version": 1,
-            "tile": 64,
-            "max_bits": 8,
-            "transforms": [{"kind": "identity"}] + [{"kind": "randomized_hadamard", "seed": i} for i in (1, 2)],
-            "profiles": {"names": ["3.0", "2.0"], "default": "3.0"},
-            "ignore": list(ignore),
-            "modules": modules,
-        }
-
-
-@contextlib.contextmanager
-def vllm_settings(load_format="auto", **tilequant):
-    config = VllmConfig(additional_config={"tilequant": tilequant} if tilequant else {})
-    config.load_config.load_format = load_format
-    with set_current_vllm_config(config):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    on_rank(monkeypatch, 0, 1)
-    with vllm_settings():
-        yield
-
-
-def on_rank(monkeypatch, rank, size):
-    """What the layers see of tensor parallelism, without any process group."""
-    for module in (vllm_linear, vllm_parameter):
-        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
-        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: size)
-
-
-def quant_config(toy):
-    config = TileQuantConfig.from_config(toy.config)
-    config.packed_modules_mapping = PACKED
-    return config
-
-
-def build(kind, toy, *args, prefix, **kwargs):
-    options = dict(bias=False, params_dtype=torch.float32, return_bias=False, quant_config=quant_config(toy))
-    return kind(*args, prefix=prefix, **(options | kwargs))
-
-
-def feed(layer, toy, shards, seed=0, skip=(), change=None):
-    """Load every tensor of `shards` (module name -> vLLM's shard id) in an order of its own, as a model's loader would."""
-    jobs = [(name, suffix, t, shard) for name, shard in shards.items() for suffix, t in toy.tensors[name].items()]
-    random.Random(seed).shuffle(jobs)
-    for name, suffix, tensor, shard in jobs:
-        if (name, suffix) in skip:
-            continue
-        if change and change[0] == (name, suffix):
-            tensor = change[1](tensor.clone())
-        param = getattr(layer, suffix)
-        arguments = (param, tensor) if shard is None else (param, tensor, shard)
-        param.weight_loader(*arguments)
-    layer.quant_method.process_weights_after_loading(layer)
 
 
 def check(layer, wanted, bias=None):

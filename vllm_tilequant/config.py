@@ -12,9 +12,10 @@ import vllm.config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
+from vllm_tilequant.checkpoint.parallel import cut_linears
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.kernels.dispatch import GRADED_ROWS
-from vllm_tilequant.schema import ACTIVATIONS, PROFILE_OFF, QUANT_METHOD, QuantizationSchema, ignored_by
+from vllm_tilequant.schema import ACTIVATIONS, PROFILE_OFF, QUANT_METHOD, TILE, QuantizationSchema, ignored_by
 
 if TYPE_CHECKING:
     from vllm_tilequant.parameters import Member
@@ -25,6 +26,38 @@ _REMEDY = (
     "Quantize all members of a fused layer alike: either all of them in quantization_config.modules, or all of them in "
     "quantization_config.ignore."
 )
+
+
+#: Settings of vLLM's parallel config that share out the experts of a mixture, by the option that sets each.
+_EXPERT_PARALLEL = {
+    "enable_expert_parallel": "--enable-expert-parallel",
+    "enable_eplb": "--enable-eplb",
+    "enable_elastic_ep": "--enable-elastic-ep",
+}
+
+
+def check_parallel(schema: QuantizationSchema, model_config: Any, parallel: Any) -> None:
+    """Refuse what this plugin does not serve, before a weight is read.
+
+    model_config, parallel: vLLM's. Raises `NotImplementedError` naming every data- or expert-parallel setting that does not
+    apply yet, and `ValueError` naming every linear that the tensor parallel size would cut inside a tile, with the legal sizes.
+    """
+    refused = [option for field, option in _EXPERT_PARALLEL.items() if getattr(parallel, field, False)]
+    replicas = getattr(parallel, "data_parallel_size", 1)
+    if replicas > 1 and getattr(parallel, "is_moe_model", False):  # dense models are served as independent engines
+        refused.append(f"--data-parallel-size {replicas} on a mixture of experts, where ranks share the experts")
+    if refused:
+        raise NotImplementedError(
+            f"tilequant does not serve with {', '.join(refused)}: experts are not sharded by this plugin. Leave the settings "
+            "out; tensor and pipeline parallelism work, and so do independent engines behind a load balancer."
+        )
+    legality = cut_linears(schema.modules, model_config.hf_text_config.to_dict(), parallel.tensor_parallel_size)
+    if legality.faults:
+        raise ValueError(
+            f"tensor parallel size {legality.size} would cut tiles of {TILE} x {TILE} weights or heads:\n  "
+            + "\n  ".join(legality.faults)
+            + f"\nLegal tensor parallel sizes: {legality.legal}. `tilequant inspect FOLDER --tp N` says so without a server."
+        )
 
 
 @dataclass(frozen=True)
@@ -124,10 +157,15 @@ class TileQuantConfig(QuantizationConfig):
 
     @cached_property
     def settings(self) -> Settings:
-        """The user's settings, read once from vLLM's current config; raises `ValueError` on what is not legal."""
+        """The user's settings, read once from vLLM's current config; raises `ValueError` on what is not legal.
+
+        The first layer of a model asks for them, so that what vLLM runs in parallel is judged here as well.
+        """
         # Absent before 0.3x releases that raise when no config is set; there, one is always set while a model is built.
         current = getattr(vllm.config, "get_current_vllm_config_or_none", vllm.config.get_current_vllm_config)()
         settings = Settings.parse(getattr(current, "additional_config", None), self.schema)
+        if (model_config := getattr(current, "model_config", None)) is not None:
+            check_parallel(self.schema, model_config, current.parallel_config)
         logger.info(
             "tilequant: profile %s (graded up to %d rows), activation %s",
             settings.profile,

@@ -71,7 +71,7 @@ def serve_command(
         raise FormatError(f"unknown profile {profile!r}; this checkpoint has {profiles.choices}")
     legality = tensor_parallel(checkpoint, tp)
     if legality.faults:
-        raise_faults(checkpoint.folder, [*legality.faults[:3], f"legal tensor-parallel sizes are {legality.legal}"])
+        raise_faults(checkpoint.folder, [*legality.faults, f"legal tensor-parallel sizes are {legality.legal}"])
     if dtype == "auto":
         stated = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
         dtype = stated if isinstance(stated, str) else "auto"
