@@ -18,6 +18,7 @@ import torch
 from openai import OpenAI
 from torch import nn
 
+from toy import ROTATED
 from vllm_tilequant.checkpoint.reader import Checkpoint
 from vllm_tilequant.hf import load_dense
 from vllm_tilequant.kernels import reference
@@ -42,6 +43,10 @@ ENVIRONMENT = {
     "VLLM_DISABLE_COMPILE_CACHE": "1",
     "OMP_NUM_THREADS": "1",
 }
+#: A toy whose heads and tiles three ranks can share and whose three layers make unequal pipeline stages, with biases.
+#: Its greedy text is asked for at one rank, three ranks and two stages: the same in all of them. Random models part easily,
+#: since one INT8 code rounded to its neighbour may move a close decision; in this one every token leads by 0.5 or more.
+PARALLEL_TOY = dict(hidden=192, intermediate=384, heads=3, kv_heads=3, layers=3, vocab=384, bias=True, seed=7, rotated=ROTATED)
 TRACED = {"VLLM_CPU_CI_ENV": "1"}  # traced by dynamo, not compiled
 START_SECONDS = 240
 STOP_SECONDS = 60

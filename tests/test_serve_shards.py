@@ -107,8 +107,8 @@ def test_every_rank_holds_its_part(monkeypatch, shape, size, layer):
         want = layout.concat_outputs(
             [layout.slice_weight(toy.cases[f"a.{m}"].weight, *shape.part(m, rank, size)) for m in MEMBERS[layer]]
         )
-        for field in want.__dataclass_fields__:
-            assert torch.equal(getattr(got.weight, field), getattr(want, field)), f"rank {rank}: {field}"
+        for field, value in vars(want).items():
+            assert value is None or torch.equal(getattr(got.weight, field), value), f"rank {rank}: {field}"
         assert torch.equal(got.thresholds, PROFILES)
     if shape is LLAMA_8B and size == 8:
         drawn.cache_clear()  # some hundred megabytes
