@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from toy import ROTATED, write_toy
 from vllm_tilequant.checkpoint import convert
 from vllm_tilequant.checkpoint.reader import Checkpoint
 
@@ -109,26 +110,42 @@ def test_report_is_one_page_with_pictures(toy, tmp_path, tilequant):
     row = {"phase": "graded", "activation": "group64", "kl_se": 1.0, "top1": 0.9, "ppl": 20.0, "level_shares": None}
     rows = [row | {"profile": p, "loaded_bits": b, "kl_milli": 100 / b} for p, b in (("2.0", 2.0), ("<b>", 4.0))]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    arguments = (
-        "report",
-        folder,
-        tmp_path / "r.html",
-        "--quality",
-        tmp_path / "rows.json",
-        "--png",
-        tmp_path / "png",
-        "--json",
-    )
+    timed = {
+        "batch": 1,
+        "ttft_ms": 9.0,
+        "tpot_ms": 3.0,
+        "memory": "gpu",
+        "weights_gib": 1.0,
+        "resident_gib": 2.0,
+        "peak_gib": 3.0,
+    }
+    speed = [timed | {"method": "bf16", "profile": None}, timed | {"method": "tilequant", "profile": "2.0"}]
+    (tmp_path / "bench.json").write_text(json.dumps({"rows": speed}))
+    arguments = ["report", folder, tmp_path / "r.html", "--quality", tmp_path / "rows.json", "--speed", tmp_path / "bench.json"]
+    arguments += ["--png", tmp_path / "png", "--json"]
     code, out, err = tilequant(*arguments)
     assert code == 0, err
-    pictures = ["share", "depth", "maps", "mass", "pareto", "levels"]
+    pictures = [
+        "share",
+        "depth",
+        "maps",
+        "mass",
+        "pareto",
+        "speed",
+        "speed_pareto",
+        "levels",
+        "maps of layer 0",
+        "maps of layer 1",
+    ]
     assert json.loads(out)["pictures"] == pictures
     text = (tmp_path / "r.html").read_text()
     assert text.count('src="data:image/png;base64,') == len(pictures) and "&lt;b&gt;" in text and "<b>" not in text
     assert "http" not in text and "<script" not in text  # needs nothing from elsewhere
     for name in pictures:
-        png = (tmp_path / "png" / f"{name}.png").read_bytes()
+        png = (tmp_path / "png" / f"{name.replace(' ', '-')}.png").read_bytes()
         assert png.startswith(b"\x89PNG") and len(png) > 3000
+    (tmp_path / "bench.json").write_text("[1]")
+    assert "does not hold rows of tilequant bench" in tilequant(*arguments)[2]
     (tmp_path / "rows.json").write_text("[1]")
     assert "does not hold rows" in tilequant(*arguments)[2]
 
@@ -143,3 +160,29 @@ def test_report_names_the_missing_package(toy, tmp_path, tilequant, monkeypatch)
         monkeypatch.delattr(checkpoint, name, raising=False)
     code, _, err = tilequant("report", toy, tmp_path / "r.html")
     assert code == 3 and "pip install 'vllm-tilequant[report]'" in err and not (tmp_path / "r.html").exists()
+
+
+@needs_transformers
+def test_rotated_inputs_through_the_tools(tmp_path, tilequant):
+    """The dense copy computes what the rotated form does; inspect, diff and --deep know of it, compressed-tensors refuses."""
+    from vllm_tilequant import hf
+
+    toy, other = write_toy(tmp_path / "toy", rotated=ROTATED), write_toy(tmp_path / "other")
+    data = json.loads(tilequant("inspect", toy, "--json")[1])
+    rotated = {row["name"] for row in data["modules"] if row["rotated_inputs"]}
+    assert rotated == {f"model.layers.{i}.{n}" for i in (0, 1) for n in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")}
+    assert data["rotated_inputs"] == 6 and "inputs rotated in 6 of 14" in tilequant("inspect", toy)[1]
+    changed = json.loads(tilequant("diff", toy, other, "--json")[1])["modules"]
+    assert {name for name, row in changed.items() if row == {"input_transform": "only in one"}} == rotated == set(changed)
+    assert "input transform 6" in tilequant("diff", toy, other)[1]
+    convert.to_dense(toy, tmp_path / "dense", torch.float32)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        got = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)(ids).logits
+        want = hf.load_reference(toy, profile="off", activation="none")(ids).logits  # rotates its inputs
+    assert (got - want).norm() / want.norm() < 1e-5
+    assert max(json.loads(tilequant("verify", toy, "--deep", tmp_path / "dense", "--json")[1])["errors"].values()) < 1e-6
+    code, _, err = tilequant("verify", other, "--deep", tmp_path / "dense")
+    assert code == 1 and "no quantization of this source" in err and err.count("relative error 1.") == 6
+    code, _, err = tilequant("convert", toy, tmp_path / "out", "--to", "w8a16")
+    assert code == 1 and "model.layers.0.self_attn.o_proj: its inputs are rotated" in err

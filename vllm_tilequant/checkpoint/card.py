@@ -77,6 +77,8 @@ def card(data: dict[str, Any], report: dict[str, Any], recipe: bool) -> str:
         "bits per parameter of the whole model": f"{data['model_bits_per_parameter']:.3f}, with embeddings, head and norms "
         f"({data['tensor_bytes'] / 2**20:.1f} MiB; linears {parts['linears']['bytes'] / 2**20:.1f} MiB)",
         "tiles of 64 x 64 weights": codes,
+        "rotations": ", ".join(f"{n} {kind}" for kind, n in data["transforms"].items())
+        + f" for outputs; inputs rotated in {data['rotated_inputs']} of {len(data['modules'])} linears",
         "profiles (loaded bits of a decode step)": _profiles(data, report),
         "left dense": ", ".join(f"{name} ({why})" for name, why in list(data["skipped"].items())[:6])
         + (f" and {len(data['skipped']) - 6} more" if len(data["skipped"]) > 6 else ""),
@@ -100,7 +102,7 @@ def card(data: dict[str, Any], report: dict[str, Any], recipe: bool) -> str:
         "## Serve it",
         "",
         "```bash",
-        "pip install 'vllm-tilequant[serve]'",
+        "# in an environment with vllm and the plugin vllm-tilequant",
         "vllm serve FOLDER --quantization tilequant",
         "# another profile: fewer loaded bits are faster and less exact; off: no grading",
         f"vllm serve FOLDER --quantization tilequant --additional-config '{other}'",
@@ -139,7 +141,8 @@ def _profiles(data: dict[str, Any], report: dict[str, Any]) -> str:
         found = _object(_object(measured.get(name)).get("measured")).get("average")
         loaded = f": {found:.2f} measured on held-out text" if isinstance(found, float) else ""
         shown.append(f"{name}{' (default)' if name == data['default_profile'] else ''}{loaded}")
-    return "; ".join([*shown, f"{s.PROFILE_FULL}; {s.PROFILE_OFF}"])
+    reserved = [f"{n}{' (default)' if n == data['default_profile'] else ''}" for n in (s.PROFILE_FULL, s.PROFILE_OFF)]
+    return "; ".join([*shown, *reserved])
 
 
 def _object(value: Any) -> dict[str, Any]:

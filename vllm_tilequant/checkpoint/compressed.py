@@ -96,7 +96,7 @@ def _unrepresentable(checkpoint: Checkpoint, name: str, scheme: Scheme) -> str |
     if scheme is Scheme.w8a8:
         return "one scale for each output cannot hold one for each tile"
     weight = checkpoint.module(name).weight
-    if getattr(weight, "input_rotation", None) is not None:
+    if weight.input_rotation is not None:
         return "its inputs are rotated"
     kinds = {checkpoint.schema.transforms[i].kind for i in weight.output_transform.unique().tolist()}
     if kinds != {"identity"}:

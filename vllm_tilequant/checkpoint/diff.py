@@ -70,6 +70,9 @@ def _module(a: Checkpoint, b: Checkpoint, name: str) -> dict[str, Any]:
         row["scale"] = change  # of tiles with equal bits: other bits always bring another scale
     if not torch.equal(_matrices(a, wa), _matrices(b, wb)):
         row["transform"] = "differs"
+    rotations = [None if t is None or t.kind == "identity" else t for t in (c.schema.input_transform(name) for c in (a, b))]
+    if rotations[0] != rotations[1]:
+        row["input_transform"] = "differs" if all(rotations) else "only in one"
     if not all(torch.equal(getattr(wa, part), getattr(wb, part)) for part in ("plane0", "plane1", "extension")):
         codes = (layout.unpack(wa) != layout.unpack(wb)) & layout.expand_tiles(~moved)
         if bool(codes.any()):

@@ -43,6 +43,7 @@ def inspect(folder: str | Path) -> dict[str, Any]:
         "architecture": (checkpoint.config.get("architectures") or ["unknown"])[0],
         "producer": schema.producer,
         "transforms": dict(Counter(t.kind for t in schema.transforms)),
+        "rotated_inputs": sum(rotated_inputs(schema, name) for name in schema.modules),
         "profiles": schema.profiles.names,
         "default_profile": schema.profiles.default,
         "threshold_measure": schema.threshold_measure,
@@ -77,7 +78,14 @@ def module_row(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "stored_bits": 8 * nbytes / weights,
         "bias": m.bias,
         "input_group": m.input_group,
+        "rotated_inputs": rotated_inputs(checkpoint.schema, name),
     }
+
+
+def rotated_inputs(schema: s.QuantizationSchema, name: str) -> bool:
+    """Whether the codes of a module belong to rotated inputs."""
+    transform = schema.input_transform(name)
+    return transform is not None and transform.kind != "identity"
 
 
 def by_projection(schema: s.QuantizationSchema) -> dict[str, dict[int, int]]:

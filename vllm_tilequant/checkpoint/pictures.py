@@ -103,6 +103,67 @@ def tile_maps(checkpoint: Checkpoint, names: Iterable[str]) -> bytes:
     return _png(figure)
 
 
+def layer_maps(checkpoint: Checkpoint, names: Iterable[str]) -> bytes:
+    """The maps of one layer's linears side by side at one scale, one square a tile; drawn as one image, so that it is quick."""
+    maps = [checkpoint.tensor(f"{name}.{s.MAP}").numpy() for name in names]
+    gap = max(1, max(m.shape[1] for m in maps) // 24)
+    width = sum(m.shape[1] for m in maps) + gap * (len(maps) - 1)
+    canvas = np.full((max(m.shape[0] for m in maps), width), np.nan)
+    figure = Figure((12, min(6.0, max(1.2, 11 * canvas.shape[0] / width) + 0.5)), layout="constrained")
+    axes = figure.add_subplot()
+    left = 0
+    for name, tile_bits in zip(names, maps, strict=True):
+        rows, columns = tile_bits.shape
+        canvas[:rows, left : left + columns] = tile_bits
+        axes.text(left - 0.5, -0.8, name.rpartition(".")[2], fontsize=7, rotation=12, va="bottom")
+        left += columns + gap
+    axes.imshow(canvas, cmap=_WIDTHS, norm=_BORDERS, interpolation="nearest")
+    axes.axis("off")
+    return _png(figure)
+
+
+def layers(names: Iterable[str]) -> dict[str, list[str]]:
+    """Layer -> its modules; those outside of layers under their own names."""
+    out: dict[str, list[str]] = {}
+    for name in names:
+        match = _LAYER.search(name)
+        out.setdefault(f"layer {int(match[1])}" if match else name, []).append(name)
+    return out
+
+
+def speed_pareto(rows: Iterable[Mapping[str, Any]], speed: Iterable[Mapping[str, Any]]) -> bytes | None:
+    """KL divergence against the time of a token, for profiles that both `evaluate` and `bench` have measured; None without any.
+
+    Of `evaluate` the graded rows with INT8 activations are taken (the static one for profile off), which are what is served.
+    """
+    kl = {}
+    for row in rows:
+        if row["activation"] == "group64" and row["phase"] == ("static" if row["profile"] == "off" else "graded"):
+            kl[row["profile"]] = (row["kl_milli"], row["kl_se"])
+        elif row["activation"] == "group64" and row["phase"] == "static":
+            kl.setdefault("off", (row["kl_milli"], row["kl_se"]))  # at stored precision every profile is the same
+    first = min((row["batch"] for row in speed), default=0)
+    timed = {row["profile"]: row for row in speed if row["method"] == "tilequant" and row["batch"] == first}
+    common = [profile for profile in timed if profile in kl]
+    if not common:
+        return None
+    figure = Figure((6, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for profile in common:
+        place = (timed[profile]["tpot_ms"], kl[profile][0])
+        axes.errorbar(*place, kl[profile][1], marker="o", capsize=3, color=_WIDTHS(1))
+        axes.annotate(str(profile), place, fontsize=8, xytext=(4, 4), textcoords="offset points")
+    source = next((r for r in speed if r["method"] != "tilequant" and r["batch"] == first), None)
+    if source is not None:
+        axes.axvline(source["tpot_ms"], color="#9e9e9e", linestyle="--", label=f"source, {source['method']}")
+        axes.legend(fontsize=8)
+    axes.set(xlabel=f"time per further token, ms, batch {first}", ylabel="KL to the source, milli-nats per token")
+    axes.set_title("Quality against speed")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    return _png(figure)
+
+
 def pareto(rows: Iterable[Mapping[str, Any]]) -> bytes:
     """KL divergence against loaded bits, from rows of `tilequant evaluate --json`."""
     figure = Figure((6, 3.6), layout="constrained")

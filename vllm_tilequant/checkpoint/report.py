@@ -18,6 +18,8 @@ from vllm_tilequant.checkpoint.reader import Checkpoint
 
 _MAPS = 6
 _QUALITY = ("phase", "profile", "activation", "loaded_bits", "kl_milli", "kl_se", "top1", "ppl")
+_SPEED = ("method", "profile", "batch", "ttft_ms", "tpot_ms", "memory", "weights_gib", "resident_gib", "peak_gib")
+_LAYER = "maps of "
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:68rem;margin:2rem auto;padding:0 1rem;color:#222}"
     "img{max-width:100%}table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .8rem;border-bottom:1px solid #ddd;"
@@ -25,8 +27,10 @@ _STYLE = (
 )
 
 
-def draw(folder: str | Path, quality: list[dict[str, Any]] | None = None) -> dict[str, tuple[bytes, str]]:
-    """Picture name -> (PNG, what it shows). quality: rows of `tilequant evaluate --json`."""
+def draw(
+    folder: str | Path, quality: list[dict[str, Any]] | None = None, speed: list[dict[str, Any]] | None = None
+) -> dict[str, tuple[bytes, str]]:
+    """Picture name -> (PNG, what it shows). quality: rows of `tilequant evaluate --json`; speed: of `tilequant bench`."""
     checkpoint = Checkpoint.open(folder)
     schema = checkpoint.schema
     out = {
@@ -51,9 +55,15 @@ def draw(folder: str | Path, quality: list[dict[str, Any]] | None = None) -> dic
     if quality:
         out["pareto"] = (pictures.pareto(quality), "Measured by tilequant evaluate; bars are one standard error.")
         shares = {f"{r['profile']}": list(r["level_shares"].values()) for r in quality if r.get("level_shares")} or shares
+    if speed:
+        out["speed"] = (pictures.speed(speed), "Measured by tilequant bench; medians.")
+        if quality and (png := pictures.speed_pareto(quality, speed)) is not None:
+            out["speed_pareto"] = (png, "Down and to the left is better.")
     drawable = {p: v for p, v in shares.items() if isinstance(v, list) and len(v) == len(s.LEVELS)}
     if drawable:
         out["levels"] = (pictures.level_shares(drawable), "How often a channel is left out, or read at how many bits.")
+    for layer, names in pictures.layers(schema.modules).items():
+        out[f"{_LAYER}{layer}"] = (pictures.layer_maps(checkpoint, names), layer)
     return out
 
 
@@ -68,6 +78,7 @@ def page(folder: str | Path, drawn: Mapping[str, tuple[bytes, str]], quality: li
         ("bits per parameter of the whole model", f"{data['model_bits_per_parameter']:.3f}"),
         ("tensors", f"{data['tensor_bytes'] / 2**20:.1f} MiB"),
         ("tiles", ", ".join(f"{n} at {b} bits" for b, n in data["tile_counts"].items())),
+        ("rotated inputs", f"{data['rotated_inputs']} of {len(data['modules'])} linears"),
         ("profiles", f"{', '.join(data['profiles'])}; default {data['default_profile']}"),
         ("written by", ", ".join(f"{k} {v}" for k, v in data["producer"].items() if isinstance(v, str)) or "unknown"),
     ]
@@ -80,11 +91,11 @@ def page(folder: str | Path, drawn: Mapping[str, tuple[bytes, str]], quality: li
     if quality:
         rows = [[f"{r[k]:.4g}" if isinstance(r[k], float) else str(r[k]) for k in _QUALITY] for r in quality]
         body += ["<h2>Quality</h2>", _table(_QUALITY, rows)]
-    for key, (png, caption) in drawn.items():
-        source = base64.b64encode(png).decode()
-        body.append(
-            f'<figure><img alt="{key}" src="data:image/png;base64,{source}"><figcaption>{caption}</figcaption></figure>'
-        )
+    body += [_figure(key, *picture) for key, picture in drawn.items() if not key.startswith(_LAYER)]
+    body += ["<h2>Maps layer by layer</h2><p>One square a tile, dark 2, then 4, 6 and 8 bits; all linears at one scale.</p>"]
+    for key, (png, layer) in drawn.items():
+        if key.startswith(_LAYER):
+            body.append(f"<details><summary>{escape(layer)}</summary>{_figure(key, png, '')}</details>")
     body += ["<h2>Not quantized</h2>", _table((), data["skipped"].items())]
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(name)}</title><style>{_STYLE}</style>'
     return head + "<body>" + "\n".join(body) + "</body></html>\n"
@@ -96,6 +107,21 @@ def read_quality(path: Path) -> list[dict[str, Any]]:
     if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) and set(_QUALITY) <= set(r) for r in rows):
         raise CheckpointError(f"{path} does not hold rows of tilequant evaluate --json")
     return rows
+
+
+def read_speed(path: Path) -> list[dict[str, Any]]:
+    """Rows of the bench.json of `tilequant bench`; raises `CheckpointError` on another file."""
+    data = parse_json(path.read_bytes(), str(path))
+    rows = data.get("rows") if isinstance(data, dict) else None
+    if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) and set(_SPEED) <= set(r) for r in rows):
+        raise CheckpointError(f"{path} does not hold rows of tilequant bench")
+    return rows
+
+
+def _figure(key: str, png: bytes, caption: str) -> str:
+    source = base64.b64encode(png).decode()
+    image = f'<img alt="{escape(key)}" src="data:image/png;base64,{source}">'
+    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _calibration(folder: Path) -> dict[str, Any]:

@@ -46,8 +46,8 @@ def _print(data: dict[str, Any]) -> None:
         print("  tiles by change of bits: " + ", ".join(f"{k}: {n}" for k, n in data["map_changes"].items()))
     modules = data["modules"]
     if modules:
-        kinds = ("map", "scale", "codes_changed", "transform", "thresholds", "bias")
-        counts = ", ".join(f"{k.partition('_')[0]} {sum(k in row for row in modules.values())}" for k in kinds)
+        kinds = ("map", "scale", "codes_changed", "transform", "input_transform", "thresholds", "bias")
+        counts = ", ".join(f"{k.replace('_', ' ')} {sum(k in row for row in modules.values())}" for k in kinds)
         print(f"  linears that differ: {len(modules)} ({counts})")
         worst = sorted(modules, key=lambda n: (-modules[n].get("tiles_changed", 0), -_change(modules[n].get("scale"))))
         headings = {"largest changes": False, "tiles": True, "codes": True, "scale": True, "thresholds": True}

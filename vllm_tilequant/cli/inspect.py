@@ -52,7 +52,7 @@ def _print(data: dict[str, Any]) -> None:
     print(f"{data['folder']}: {data['architecture']}, tilequant format {data['format_version']}")
     print(f"  written by   {producer or 'unknown'}")
     print(f"  profiles     {', '.join(data['profiles'])}; default {data['default_profile']}; also full, off")
-    print(f"  transforms   {transforms}")
+    print(f"  transforms   {transforms}; inputs rotated in {data['rotated_inputs']} of {len(data['modules'])} linears")
     print(f"  tiles        {sum(data['tile_counts'].values())}: {tile_shares(data['tile_counts'])}")
     print(
         f"  linears      {data['stored_bits']:.3f} stored bits per weight ({data['stored_code_bits']:.3f} codes, the rest "
@@ -82,7 +82,7 @@ def _print(data: dict[str, Any]) -> None:
 def _print_layers(rows: list[dict[str, Any]]) -> None:
     print_table(
         "quantized linears",
-        {"name": False, "N": True, "K": True, "tiles": False, "bits": True, "bytes": True, "bias": False},
+        {"name": False, "N": True, "K": True, "tiles": False, "bits": True, "bytes": True, "bias": False, "inputs": False},
         [
             (
                 r["name"],
@@ -92,6 +92,7 @@ def _print_layers(rows: list[dict[str, Any]]) -> None:
                 f"{r['stored_bits']:.3f}",
                 sizes(r["bytes"]),
                 "yes" if r["bias"] else "",
+                "rotated" if r["rotated_inputs"] else "",
             )
             for r in rows
         ],
