@@ -131,7 +131,7 @@ def main() -> None:
         gpu = tuning.gpu_key(properties.name)
         path = Path(__file__).resolve().parent.parent / "configs" / "tuning" / f"{gpu}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(tuning.dump(gpu, tuning.tuned(gpu) | best, {"torch": torch.__version__}))
+        path.write_text(tuning.dump(gpu, tuning.tuned(gpu) | best, {"torch": torch.__version__}, tuning.tuned_prefill(gpu)))
         print(f"wrote {path}")
 
 

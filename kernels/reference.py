@@ -12,6 +12,9 @@ from torch import Tensor
 from vllm_tilequant.kernels.layout import PackedWeight, aligned_codes, expand_tiles, restore_outputs, unpack
 from vllm_tilequant.schema import LEVELS, TILE
 
+#: Least magnitude that a scale of the long prefill stands for, so that no reciprocal overflows.
+SMALLEST = 2.0**-100
+
 
 def activation_int8_ref(x: Tensor) -> tuple[Tensor, Tensor]:
     """INT8 activations with one scale per row and 64 inputs.
@@ -25,6 +28,46 @@ def activation_int8_ref(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     q = (v / scale[..., None]).round().clamp(-127, 127)
     return q.to(torch.int8).view(x.shape), scale
+
+
+def activation_token_ref(x: Tensor, smoothing: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """INT8 activations with one scale per row, for the long prefill.
+
+    x: [M, K] any float; smoothing: [K] float32, by which inputs are divided -> q [M, K] int8, scale [M] float32
+    In float32: v = x * (1 / smoothing), scale = max(max|v|, 2^-100) / 127; q is the product of v and (127 / that maximum), itself
+    unrounded, rounded half to even.
+    """
+    v = x.float() if smoothing is None else x.float() * (torch.ones_like(smoothing) / smoothing)
+    size = v.abs().amax(1).clamp_min(SMALLEST)
+    whole = torch.full((), 127.0, device=x.device)
+    q = (v.double() * (whole / size).double()[:, None]).round()
+    return q.to(torch.int8), size / whole
+
+
+def requantize_ref(w: PackedWeight, matrices: Tensor, smoothing: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The weight of the long prefill: in the model's basis, times the smoothing, INT8 with one scale per output.
+
+    matrices: [N/64, 64, 64], U of every output tile -> q [N, K] int8, scale [N] float32
+    The sums of a rotated tile's codes are whole; what multiplies them is float32, in the order written here.
+    """
+    n, k = w.out_features, w.in_features
+    codes = aligned_codes(w).T.double() - 128
+    sums = ((8 * matrices.double()).round() @ codes.reshape(-1, TILE, k)).reshape(n, k)
+    unit = expand_tiles(w.tile_scale * torch.exp2(w.tile_bits.float() - 8) / 8)
+    unit = unit if smoothing is None else unit * smoothing
+    scale = (sums.abs().float() * unit).amax(1).clamp_min(SMALLEST) / torch.full((), 127.0, device=unit.device)
+    inverse = torch.ones_like(scale) / scale
+    return (sums * (unit * inverse[:, None]).double()).round().to(torch.int8), scale
+
+
+def prefill_int8_ref(
+    x: Tensor, w: PackedWeight, matrices: Tensor, bias: Tensor | None = None, *, smoothing: Tensor | None = None
+) -> Tensor:
+    """The long prefill: rows by `activation_token_ref`, weight by `requantize_ref`, one product over all of K. [M, N] float64."""
+    q, scale = activation_token_ref(x, smoothing)
+    codes, unit = requantize_ref(w, matrices, smoothing)
+    y = q.double() @ codes.double().T * scale.double()[:, None] * unit.double()
+    return y if bias is None else y + bias.double()
 
 
 def levels_ref(x: Tensor, thresholds: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
@@ -21,6 +22,7 @@ from vllm_tilequant.kernels.cuda_runtime import shared_limit
 logger = logging.getLogger(__name__)
 
 KEY = "decode_bitplane"
+PREFILL_KEY = "prefill_int8"
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,27 @@ def gpu_key(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
 
 
+@dataclass(frozen=True)
+class PrefillConfig:
+    """How the prefill serves one weight shape.
+
+    splits: CTAs of a cluster that share the input tiles in the short kernel; a power of two up to 16
+    short_rows: rows up to which the short kernel is used, the expansion and one whole product beyond
+    expand_tiles: input tiles of one CTA of the expansion
+    """
+
+    splits: int = 1
+    short_rows: int = 256
+    expand_tiles: int = 8
+
+    def __post_init__(self) -> None:
+        if self.splits not in (1, 2, 4, 8, 16) or self.expand_tiles < 1 or self.short_rows < 0:
+            raise ValueError(f"{self}: wanted splits 1, 2, 4, 8 or 16, expand_tiles >= 1, short_rows >= 0")
+
+
 @functools.cache
-def tuned(gpu: str) -> dict[tuple[int, int], DecodeConfig]:
-    """(N, K) -> configuration, as the tuning file of a GPU says."""
+def _read(gpu: str) -> dict[str, Any]:
+    """The tuning file of a GPU; empty, and said once, where there is none."""
     path = files("vllm_tilequant") / "configs" / "tuning" / f"{gpu}.json"
     try:
         data: dict[str, Any] = json.loads(path.read_text())
@@ -77,11 +97,43 @@ def tuned(gpu: str) -> dict[tuple[int, int], DecodeConfig]:
             data = json.loads((files(tuning) / f"{gpu}.json").read_text())
         except (FileNotFoundError, ModuleNotFoundError):
             logger.warning(
-                "no tuned configurations for GPU %r: using the documented default; `tune_decode_bitplane.py` makes them", gpu
+                "no tuned configurations for GPU %r: using the documented default; `benchmarks/tune_*.py` make them", gpu
             )
             return {}
+    return data
+
+
+@functools.cache
+def tuned(gpu: str) -> dict[tuple[int, int], DecodeConfig]:
+    """(N, K) -> configuration of the graded product, as the tuning file of a GPU says."""
     fields = DecodeConfig.__dataclass_fields__
-    return {(e["n"], e["k"]): DecodeConfig(**{f: e[f] for f in fields if f in e}) for e in data.get(KEY, [])}
+    return {(e["n"], e["k"]): DecodeConfig(**{f: e[f] for f in fields if f in e}) for e in _read(gpu).get(KEY, [])}
+
+
+@functools.cache
+def tuned_prefill(gpu: str) -> dict[tuple[int, int], PrefillConfig]:
+    """(N, K) -> configuration of the prefill."""
+    fields = PrefillConfig.__dataclass_fields__
+    return {(e["n"], e["k"]): PrefillConfig(**{f: e[f] for f in fields if f in e}) for e in _read(gpu).get(PREFILL_KEY, [])}
+
+
+def default_prefill_config(n: int, k: int, multiprocessors: int) -> PrefillConfig:
+    """The documented default: as few splits as give every multiprocessor a CTA of 128 outputs, two input tiles to a step and at
+    least two steps to a CTA, at most 8 (the portable cluster)."""
+    splits = 1
+    while splits < 8 and -(-n // 128) * splits < multiprocessors and k >= 128 * 4 * splits:
+        splits *= 2
+    return PrefillConfig(splits)
+
+
+@functools.cache
+def prefill_config(n: int, k: int, device: torch.device) -> PrefillConfig:
+    """Configuration of a weight [n, k] on a device: the tuned one of this GPU and shape, else the default."""
+    if device.type != "cuda":
+        return PrefillConfig()  # the interpreter
+    properties = torch.cuda.get_device_properties(device)
+    found = tuned_prefill(gpu_key(properties.name)).get((n, k))
+    return found or default_prefill_config(n, k, properties.multi_processor_count)
 
 
 @dataclass(frozen=True)
@@ -140,9 +192,17 @@ def decode_config(n: int, k: int, device: torch.device) -> DecodeConfig:
     return found or default_config(n, k, properties.multi_processor_count, shared_limit(device))
 
 
-def dump(gpu: str, configs: dict[tuple[int, int], DecodeConfig], extra: dict[str, Any]) -> str:
+def dump(
+    gpu: str,
+    configs: dict[tuple[int, int], DecodeConfig],
+    extra: dict[str, Any],
+    prefill: dict[tuple[int, int], PrefillConfig] | None = None,
+) -> str:
     """The JSON text of a tuning file."""
-    rows = [{"n": n, "k": k, **asdict(c)} for (n, k), c in sorted(configs.items())]
-    head = {"gpu": gpu, **extra}
-    body = ",\n".join(f"    {json.dumps(r)}" for r in rows)
-    return json.dumps(head)[:-1] + f',\n  "{KEY}": [\n{body}\n  ]\n}}\n'
+
+    def section(key: str, found: Mapping[tuple[int, int], Any]) -> str:
+        rows = [{"n": n, "k": k, **asdict(c)} for (n, k), c in sorted(found.items())]
+        return f',\n  "{key}": [\n' + ",\n".join(f"    {json.dumps(r)}" for r in rows) + "\n  ]"
+
+    body = section(KEY, configs) + (section(PREFILL_KEY, prefill) if prefill else "")
+    return json.dumps({"gpu": gpu, **extra})[:-1] + body + "\n}\n"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cases import MAPS, ROWS, SHAPES, THRESHOLDS, TRANSFORMS, make_case, make_rows
-from tolerances import OUTPUT_RMS, relative_rms
+from tolerances import OUTPUT_RMS, poison_allocator, relative_rms
 from vllm_tilequant.kernels import reference
 from vllm_tilequant.kernels.capability import MAX_ROWS
 from vllm_tilequant.kernels.decode_bitplane import decode_linear, decode_sums, prepare
@@ -18,12 +18,6 @@ from vllm_tilequant.kernels.tuning import DecodeConfig
 
 GPU_ROWS = sorted({min(m, MAX_ROWS) for m in ROWS} | {4, 5})
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def poison_allocator(device: str) -> None:
-    """Leave NaN in the memory that torch's allocator hands out next."""
-    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22):
-        torch.full((size,), float("nan"), device=device)
 
 
 @pytest.fixture(autouse=True)

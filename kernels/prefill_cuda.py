@@ -1,0 +1,148 @@
+"""Launches of `prefill_expand.cu` and `prefill_short.cu`, which Hopper runs instead of their Triton forms."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_tilequant.kernels.capability import DTYPES
+from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, nvrtc
+from vllm_tilequant.kernels.decode_weight import DecodeWeight
+from vllm_tilequant.kernels.tuning import PrefillConfig
+from vllm_tilequant.schema import TILE
+
+#: Rows of one CTA of the short kernel, each a compilation of its own.
+TOKENS = (16, 32, 64)
+#: Tiles of 64 outputs per CTA: of the expansion (one a warp) and of the short kernel.
+EXPAND_TILES, SHORT_TILES = 4, 2
+_STAGES = 3
+_FOLDER = Path(__file__).parent
+_HEADERS = tuple(_FOLDER / name for name in ("prefill_ptx.cu", "prefill_planes.cu"))
+
+
+class _Weight(ctypes.Structure):
+    """`struct Weight` of prefill_planes.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "meta", "factor")),
+        *((name, ctypes.c_int) for name in ("n_tiles", "k_tiles")),
+    ]
+
+
+class ExpandArgs(ctypes.Structure):
+    """`struct Args` of prefill_expand.cu."""
+
+    _fields_ = [
+        ("w", _Weight),
+        *((name, ctypes.c_void_p) for name in ("rotation", "rotation_index", "smoothing", "inverse", "out")),
+        ("tiles_per_cta", ctypes.c_int),
+    ]
+
+
+class ShortArgs(ctypes.Structure):
+    """`struct Args` of prefill_short.cu."""
+
+    _fields_ = [
+        ("w", _Weight),
+        *((name, ctypes.c_void_p) for name in ("x", "scale", "transform", "table", "bias", "y")),
+        ("y_stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("rows", "scale_stride", "splits", "bias_type")),
+    ]
+
+
+def unsupported_reason(capability: tuple[int, int] | None) -> str | None:
+    """Why these kernels cannot run on a GPU; None where they can. wgmma exists at compute capability 9.0 alone."""
+    if capability != (9, 0):
+        return f"compute capability {capability}, wanted 9.0; the Triton path serves"
+    return None if nvrtc() else f"no NVRTC library for CUDA {torch.version.cuda}; the Triton path serves"
+
+
+def tokens_for(rows: int) -> int:
+    return next((t for t in TOKENS if rows <= t), TOKENS[-1])
+
+
+def shared_bytes(k_tiles: int, tokens: int, splits: int) -> int:
+    """Mirrors the layout at the top of prefill_short.cu."""
+    steps = -(-((k_tiles + 1) // 2) // splits)
+    return 2 * 16384 + _STAGES * (tokens * 128 + 16384 + 2 * tokens * 4) + steps * 32
+
+
+def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile and load now what a call would at its first time: a captured graph must not meet the compiler."""
+    _expand_module(device).kernel("expand")
+    for tokens in TOKENS:
+        _short_module(device, dtype, tokens).kernel("short_rows")
+
+
+def expand_args(
+    w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor, per_cta: int
+) -> tuple[ExpandArgs, int]:
+    """Arguments and grid. As `prefill_triton.expand`; per_cta: input tiles of a CTA."""
+    weight = _weight(w)
+    args = ExpandArgs(
+        weight, rotation.data_ptr(), index.data_ptr(), None if smoothing is None else smoothing.data_ptr(),
+        inverse.data_ptr(), out.data_ptr(), per_cta,
+    )  # fmt: skip
+    return args, -(-weight.n_tiles // EXPAND_TILES) * -(-weight.k_tiles // per_cta)
+
+
+def expand(
+    w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor,
+    config: PrefillConfig,
+) -> None:  # fmt: skip
+    args, grid = expand_args(w, rotation, index, inverse, smoothing, out, config.expand_tiles)
+    _expand_module(w.device).kernel("expand").launch(
+        args, grid=grid, threads=EXPAND_TILES * 32, cluster=1, shared_bytes=0, stream=_stream(w.device), overlap=True
+    )
+
+
+def short_args(
+    q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: Tensor, splits: int
+) -> tuple[ShortArgs, int, int]:
+    """Arguments, grid, and rows of a CTA. As `prefill_triton.short`."""
+    weight, rows = _weight(w), q.shape[0]
+    tokens = tokens_for(rows)
+    args = ShortArgs(
+        weight, q.data_ptr(), scale.data_ptr(), w.transform.data_ptr(), w.table.data_ptr(),
+        None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), rows, scale.stride(0), splits,
+        0 if bias is None else DTYPES.index(bias.dtype),
+    )  # fmt: skip
+    return args, splits * -(-rows // tokens) * -(-weight.n_tiles // SHORT_TILES), tokens
+
+
+def short(
+    q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: Tensor, config: PrefillConfig
+) -> None:
+    args, grid, tokens = short_args(q, scale, w, bias, out, config.splits)
+    _short_module(w.device, out.dtype, tokens).kernel("short_rows").launch(
+        args, grid=grid, threads=256, cluster=config.splits, shared_bytes=shared_bytes(args.w.k_tiles, tokens, config.splits),
+        stream=_stream(w.device), overlap=True,
+    )  # fmt: skip
+
+
+def _weight(w: DecodeWeight) -> _Weight:
+    return _Weight(
+        w.codes.data_ptr(), w.meta.data_ptr(), w.factor.data_ptr(), w.out_features // TILE, w.in_features // TILE
+    )
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+@functools.cache
+def _expand_module(device: torch.device) -> Module:
+    return _module("prefill_expand.cu", device, [])
+
+
+@functools.cache
+def _short_module(device: torch.device, dtype: torch.dtype, tokens: int) -> Module:
+    return _module("prefill_short.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"TOKENS={tokens}"])
+
+
+def _module(source: str, device: torch.device, defines: list[str]) -> Module:
+    return Module(compile_cubin(_FOLDER / source, headers=_HEADERS, architecture="sm_90a", defines=defines), device)

@@ -1,0 +1,223 @@
+"""INT8 tensor-core products for more rows than the graded GEMV takes, on the same packed tiles; there is no second copy.
+
+Short (some rows): the weight is expanded inside the kernel and every 64 inputs have scales of their own, which is the papers'
+arithmetic (`reference.linear_ref(int8=True)`). Long (prompts): the tiles are expanded once per call into a workspace of the
+process, rotated back and requantised to one scale per output (`reference.requantize_ref`), and one product over all of K follows,
+with one scale per row (`reference.prefill_int8_ref`). `rows` decides; `kernels/README.md` says why.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from vllm_tilequant.kernels import prefill_cuda
+from vllm_tilequant.kernels.capability import DTYPES, device_capability
+from vllm_tilequant.kernels.decode_weight import IDENTITY, DecodeWeight
+from vllm_tilequant.kernels.layout import PackedWeight, aligned_codes, hadamard_matrix
+from vllm_tilequant.kernels.reference import SMALLEST
+from vllm_tilequant.kernels.tuning import PrefillConfig, prefill_config
+from vllm_tilequant.schema import TILE
+
+PATHS = ("cuda", "triton")
+#: `token_smooth`: short and long by rows, as above; `group64`: the short kernel's arithmetic at every number of rows.
+PREFILL_ACTIVATIONS = ("token_smooth", "group64")
+
+#: A product of INT8 matrices with scales: (q [M, K] int8, codes [N, K] int8, row scales [M, 1] float32, output scales [N, 1]
+#: float32, bias [N] or None, dtype of the result) -> [M, N].
+Gemm = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+
+
+@dataclass(frozen=True)
+class PrefillWeight:
+    """What the prefill keeps beside the decode form of a weight: scales of outputs, nothing of the weight itself.
+
+    scale, inverse: [N, 1] float32 of the requantised weight, and one over it
+    rotation: [transforms + 1, 64, 64] int8, 8U by rows, the identity last; index: [N/64] uint8, its row per output tile
+    smoothing, unsmoothing: [K] float32 and one over it: what inputs are divided by; None for ones
+    """
+
+    scale: Tensor
+    inverse: Tensor
+    rotation: Tensor
+    index: Tensor
+    smoothing: Tensor | None = None
+    unsmoothing: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """The fields that are there, in order: `PrefillWeight(*tensors)` makes it again."""
+        return [t for f in fields(self) if (t := getattr(self, f.name)) is not None]
+
+
+def prepare(w: PackedWeight, decode: DecodeWeight, *, smoothing: Tensor | None = None) -> PrefillWeight:
+    """Scales of the requantised weight, once at load, on the device where it lies.
+
+    decode: of the same weight; smoothing: [K] float32, finite and above zero. Raises `ValueError` otherwise.
+    """
+    k, device = w.in_features, w.plane0.device
+    if smoothing is not None:
+        if smoothing.dtype != torch.float32 or tuple(smoothing.shape) != (k,):
+            raise ValueError(f"smoothing is {smoothing.dtype} {list(smoothing.shape)}, wanted float32 [{k}]")
+        if not bool((smoothing.isfinite() & (smoothing > 0)).all()):
+            raise ValueError("smoothing holds entries that are not finite and > 0")
+        smoothing = smoothing.to(device)
+    rotation = _rotations(decode.table)
+    index = decode.transform.where(decode.transform != IDENTITY, rotation.shape[0] - 1)
+    per_tile = rotation.float()[index.long()].mT.contiguous()  # [N/64, n, n']
+    codes = aligned_codes(w).view(k, -1, TILE)
+    unit = (w.tile_scale * torch.exp2(w.tile_bits.float() - 8) / 8).T.contiguous()  # [K/64, N/64]
+    largest = torch.zeros(w.out_features, device=device)
+    step = max(TILE, 2**24 // w.out_features // TILE * TILE)  # some 64 MiB of float32 at a time
+    for k0 in range(0, k, step):
+        part = codes[k0 : k0 + step].transpose(0, 1).float() - 128  # [N/64, inputs, 64]
+        sums = torch.bmm(part, per_tile)  # whole numbers up to 2^14: exact
+        units = unit[k0 // TILE : (k0 + step) // TILE].repeat_interleave(TILE, 0)  # [inputs, N/64]
+        units = units if smoothing is None else units * smoothing[k0 : k0 + step, None]
+        largest = torch.maximum(largest, (sums.abs() * units.T[..., None]).amax(1).view(-1))
+    scale = largest.clamp_min(SMALLEST) / torch.full((), 127.0, device=device)
+    ones = torch.ones((), device=device)
+    extra = () if smoothing is None else (smoothing, ones / smoothing)
+    return PrefillWeight(scale[:, None], (ones / scale)[:, None], rotation, index, *extra)
+
+
+def _rotations(table: Tensor) -> Tensor:
+    """8U of every row of `DecodeWeight.table`, and of the identity: [T + 1, 64, 64] int8."""
+    code = table.long()
+    left = 1 - 2 * (code >> 6 & 1)
+    right = 1 - 2 * (code >> 7 & 1)
+    rows = (8 * hadamard_matrix()).round().long().to(table.device)[code & 63]
+    eye = 8 * torch.eye(TILE, dtype=torch.long, device=table.device)
+    return torch.cat((left[:, :, None] * rows * right[:, None, :], eye[None])).to(torch.int8)
+
+
+_workspaces: dict[torch.device, Tensor] = {}
+
+
+def reserve(device: torch.device, n: int, k: int) -> None:
+    """Make the process's workspace on a device large enough for a weight [n, k]: one byte a weight, shared by all layers.
+
+    Called at load, so that a server's memory profile counts it. Not for two streams that compute at once.
+    """
+    held = _workspaces.get(device)
+    if held is None or held.numel() < n * k:
+        _workspaces.pop(device, None)
+        del held  # before the larger one is allocated
+        _workspaces[device] = torch.empty(n * k, dtype=torch.int8, device=device)
+
+
+def workspace(device: torch.device, n: int, k: int) -> Tensor:
+    """[n, k] int8, whatever the last call left in it."""
+    reserve(device, n, k)
+    return _workspaces[device][: n * k].view(n, k)
+
+
+def compile_kernels(device: torch.device, dtype: torch.dtype, k: int, smooth: bool) -> None:
+    """Compile now what calls with K inputs would at their first time: a captured graph must not meet the compiler."""
+    from vllm_tilequant.kernels import prefill_triton
+
+    if device_path(device) == "cuda":
+        prefill_cuda.compile_kernels(device, dtype)
+    x = torch.zeros(1, k, dtype=dtype, device=device)
+    prefill_triton.quantize_groups(x)
+    prefill_triton.quantize_rows(x, torch.ones(k, device=device) if smooth else None)
+
+
+@functools.cache
+def device_path(device: torch.device) -> str:
+    """The faster path that runs on a device: `cuda` on Hopper, else `triton`."""
+    return "cuda" if prefill_cuda.unsupported_reason(device_capability(device)) is None else "triton"
+
+
+def takes_short(rows: int, config: PrefillConfig, activation: str) -> bool:
+    """Whether a call takes the short kernel. activation: one of `PREFILL_ACTIVATIONS`."""
+    return activation == "group64" or rows <= config.short_rows
+
+
+def prefill_linear(
+    x: Tensor,
+    w: DecodeWeight,
+    p: PrefillWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "token_smooth",
+    gemm: Gemm | None = None,
+    path: str | None = None,
+    config: PrefillConfig | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y = x W^T + bias at stored precision. No host synchronisation; safe under CUDA graphs once compiled.
+
+    x: [M, K] bf16, fp16 or float32, rows contiguous -> [M, N] in x's dtype; bias: [N] of one of these dtypes
+    activation: one of `PREFILL_ACTIVATIONS`; gemm: the long product's matrix product, ours in Triton if None (and where dtypes ask
+    for it: a given one serves 16-bit results with a bias of the same dtype); path: `cuda`, `triton` or None for the faster that can
+    run. out: only for products that are ours.
+    """
+    from vllm_tilequant.kernels import prefill_triton as portable
+
+    check_inputs(x, w, bias)
+    n, k = w.out_features, w.in_features
+    path = _path(x.device, path)
+    config = config or prefill_config(n, k, x.device)
+    if takes_short(x.shape[0], config, activation):
+        q, scale = portable.quantize_groups(x)
+        y = _output(x, n, out)
+        if path == "cuda":
+            prefill_cuda.short(q, scale, w, bias, y, config)
+        else:
+            portable.short(q, scale, w, p.rotation, p.index, bias, y)
+        return y
+    codes = workspace(x.device, n, k)
+    q, scale = portable.quantize_rows(x, p.unsmoothing)
+    if path == "cuda":
+        prefill_cuda.expand(w, p.rotation, p.index, p.inverse, p.smoothing, codes, config)
+    else:
+        portable.expand(w, p.rotation, p.index, p.inverse, p.smoothing, codes)
+    if gemm is not None and out is None and x.dtype != torch.float32 and (bias is None or bias.dtype == x.dtype):
+        return gemm(q, codes, scale, p.scale, bias, x.dtype)
+    y = _output(x, n, out)
+    portable.gemm(q, scale, codes, p.scale, bias, y)
+    return y
+
+
+def check_inputs(x: Tensor, w: DecodeWeight, bias: Tensor | None) -> None:
+    """Every cheap check of a launch. Raises `TypeError` or `ValueError` that names what, got, wanted and the remedy."""
+    n, k = w.out_features, w.in_features
+    wanted = ", ".join(map(str, DTYPES))
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x is {x.dtype}, wanted one of {wanted}: convert the activations")
+    if x.ndim != 2 or x.shape[1] != k or x.shape[0] < 1:
+        raise ValueError(f"x is {list(x.shape)}, wanted [1.., {k}]")
+    if x.stride(1) != 1:
+        raise ValueError(f"x has strides {list(x.stride())}, wanted contiguous rows: call .contiguous()")
+    if bias is not None and bias.dtype not in DTYPES:
+        raise TypeError(f"bias is {bias.dtype}, wanted one of {wanted}: convert it at load")
+    if bias is not None and (tuple(bias.shape) != (n,) or not bias.is_contiguous()):
+        raise ValueError(f"bias is {list(bias.shape)}, wanted a contiguous [{n}]")
+    for name, t in (("weight", w.codes), *((("bias", bias),) if bias is not None else ())):
+        if t.device != x.device:
+            raise ValueError(f"{name} is on {t.device}, x is on {x.device}: move both to one device")
+
+
+def _path(device: torch.device, path: str | None) -> str:
+    if path is None:
+        return device_path(device)
+    if path not in PATHS:
+        raise ValueError(f"path is {path!r}, wanted one of {PATHS} or None")
+    if path == "cuda" and (reason := prefill_cuda.unsupported_reason(device_capability(device))):
+        raise NotImplementedError(f"prefill on {device}: {reason}")
+    return path
+
+
+def _output(x: Tensor, n: int, out: Tensor | None) -> Tensor:
+    shape = (x.shape[0], n)
+    if out is None:
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
+    if out.dtype != x.dtype:
+        raise TypeError(f"out is {out.dtype}, wanted {x.dtype} as x")
+    if tuple(out.shape) != shape or out.stride(1) != 1 or out.device != x.device:
+        raise ValueError(f"out is {list(out.shape)} on {out.device}, wanted {list(shape)} with contiguous rows on {x.device}")
+    return out

@@ -1,0 +1,248 @@
+"""Triton kernels of the prefill: INT8 rows, and the portable forms of what `prefill_*.cu` does faster on Hopper.
+
+Rows quantised per 64 inputs are stored in the order that expanding wants: position 4q + i of an input tile holds input q + 16 i.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_tilequant.kernels.decode_weight import DecodeWeight
+from vllm_tilequant.kernels.reference import SMALLEST
+from vllm_tilequant.schema import TILE
+
+#: `quantize_groups` pads the rows of its scales to a multiple of this, so that a block of rows reads aligned vectors.
+ROW_PAD = 64
+#: Input tiles of one program of `quantize_groups`.
+GROUPS = 8
+_SMALLEST = tl.constexpr(SMALLEST)
+
+
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`activation_int8_ref` with inputs reordered: x [M, K], rows contiguous -> q [M, K] int8, scale [K/64, M padded] float32."""
+    m, k = x.shape
+    q = torch.empty(m, k, dtype=torch.int8, device=x.device)
+    scale = torch.empty(k // TILE, -(-m // ROW_PAD) * ROW_PAD, dtype=torch.float32, device=x.device)
+    grid = (m, -(-k // (TILE * GROUPS)))
+    _quantize_groups[grid](x, q, scale, x.stride(0), scale.stride(0), k // TILE, G=GROUPS, num_warps=4)
+    return q, scale
+
+
+def quantize_rows(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`activation_token_ref`: x [M, K], rows contiguous; unsmoothing [K] float32, 1 / smoothing -> q [M, K] int8, scale [M, 1]."""
+    m, k = x.shape
+    q = torch.empty(m, k, dtype=torch.int8, device=x.device)
+    scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(k)
+    _quantize_rows[(m,)](
+        x, x if unsmoothing is None else unsmoothing, q, scale, x.stride(0), k,
+        BLOCK=block, SMOOTH=unsmoothing is not None, FUSED=x.device.type == "cuda", num_warps=max(1, min(16, block // 512)),
+    )  # fmt: skip
+    return q, scale
+
+
+def expand(
+    w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor
+) -> None:
+    """Write `requantize_ref`'s codes. rotation: [., 64, 64] int8, 8U; index: [N/64] uint8; inverse: [N] float32; out: [N, K] int8."""
+    n_tiles, k_tiles = w.out_features // TILE, w.in_features // TILE
+    _expand[(n_tiles, k_tiles)](
+        w.codes, w.meta, w.factor, rotation, index, inverse, inverse if smoothing is None else smoothing, out, k_tiles,
+        SMOOTH=smoothing is not None, FUSED=out.device.type == "cuda", num_warps=4,
+    )  # fmt: skip
+
+
+def gemm(q: Tensor, scale: Tensor, codes: Tensor, unit: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = (q codes^T) * scale * unit + bias. q: [M, K] int8; scale: [M, 1]; codes: [N, K] int8; unit: [N]; out: [M, N]."""
+    m, k = q.shape
+    n = codes.shape[0]
+    block_m, block_n, block_k = (128, 128, 128) if q.device.type == "cuda" else (32, 64, 64)
+    grid = (-(-m // block_m) * -(-n // block_n),)
+    _gemm[grid](
+        q, scale, codes, unit, out if bias is None else bias, out, m, n, k, out.stride(0),
+        BM=block_m, BN=block_n, BK=block_k, GROUP=8, BIAS=bias is not None, num_warps=8, num_stages=3,
+    )  # fmt: skip
+
+
+def short(
+    q: Tensor, scale: Tensor, w: DecodeWeight, rotation: Tensor, index: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """out = `linear_ref(int8=True)` from the two results of `quantize_groups`; the weight is expanded inside."""
+    m, n_tiles, k_tiles = q.shape[0], w.out_features // TILE, w.in_features // TILE
+    block = 32  # at any number of rows, so that a row is summed in one order
+    _short[(-(-m // block), n_tiles)](
+        q, scale, w.codes, w.meta, w.factor, rotation, index, out if bias is None else bias, out, m, k_tiles, scale.stride(0),
+        out.stride(0), BM=block, BIAS=bias is not None, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _round(x):
+    """Nearest whole number, ties to even, for |x| < 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _round_product(x, y, FUSED: tl.constexpr):
+    """x y, unrounded, to the nearest whole number. The interpreter's fma rounds twice, so it takes float64."""
+    if FUSED:
+        return tl.fma(x, y, 12582912.0) - 12582912.0
+    else:
+        return ((x.to(tl.float64) * y.to(tl.float64) + 6755399441055744.0) - 6755399441055744.0).to(tl.float32)
+
+
+@triton.jit
+def _quantize_groups(x_ptr, q_ptr, scale_ptr, x_stride, scale_stride, k_tiles, G: tl.constexpr):
+    m = tl.program_id(0).to(tl.int64)
+    kt = tl.program_id(1) * G + tl.arange(0, G)
+    at = tl.arange(0, 64)
+    inputs = at // 4 + at % 4 * 16
+    inside = (kt < k_tiles)[:, None]
+    x = tl.load(x_ptr + m * x_stride + kt[:, None] * 64 + inputs[None, :], mask=inside, other=0.0).to(tl.float32)  # [G, 64]
+    scale = tl.math.div_rn(tl.max(tl.abs(x), 1), tl.full([G], 127.0, tl.float32))
+    scale = tl.where(scale == 0.0, 1.0, scale) + tl.sum(x * 0.0, 1)  # NaN where any input is NaN or infinite
+    q = _round(tl.math.div_rn(x, tl.broadcast_to(scale[:, None], [G, 64])))
+    q = tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
+    tl.store(q_ptr + m * k_tiles * 64 + kt[:, None] * 64 + at[None, :], q, mask=inside)
+    tl.store(scale_ptr + kt.to(tl.int64) * scale_stride + m, scale, mask=kt < k_tiles)
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr, unsmoothing_ptr, q_ptr, scale_ptr, x_stride, k, BLOCK: tl.constexpr, SMOOTH: tl.constexpr, FUSED: tl.constexpr
+):
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + m * x_stride + c, mask=c < k, other=0.0).to(tl.float32)
+    if SMOOTH:
+        x = x * tl.load(unsmoothing_ptr + c, mask=c < k, other=0.0)
+    size = tl.maximum(tl.max(tl.abs(x), 0), _SMALLEST) + tl.sum(x * 0.0, 0)
+    q = _round_product(x, tl.zeros([BLOCK], tl.float32) + tl.math.div_rn(127.0, size), FUSED)
+    q = tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
+    tl.store(q_ptr + m * k + c, q, mask=c < k)
+    tl.store(scale_ptr + m, tl.math.div_rn(size, 127.0))
+
+
+@triton.jit
+def _codes(code_ptr, meta_ptr, at, tile, channels):
+    """Signed 8-bit-aligned codes of one tile for 64 channels in the given order: [64 channels, 64 outputs] int8.
+
+    The one reader of the decode form here; at: block * K/64 + input tile; tile: of the block.
+    """
+    first = tl.load(meta_ptr + at * 2).to(tl.int64) & 0xFFFFFFFF
+    masks = tl.load(meta_ptr + at * 2 + 1)
+    words = tl.arange(0, 4)
+    one = tl.full([1], 1, tl.int32)
+    has2, has3, count2, count3, rank2, rank3 = one * 0, one * 0, one * 0, one * 0, one * 0, one * 0
+    for i in tl.static_range(8):
+        bit2 = (masks >> i) & 1
+        bit3 = (masks >> (8 + i)) & 1
+        count2 += bit2
+        count3 += bit3
+        rank2 += tl.where(i < tile, bit2, 0)
+        rank3 += tl.where(i < tile, bit3, 0)
+        has2 += tl.where(i == tile, bit2, 0)
+        has3 += tl.where(i == tile, bit3, 0)
+    t = tl.arange(0, 4)[None, None, :, None]
+    j = tl.arange(0, 4)[None, None, None, :]
+    code = tl.zeros([64, 4, 4, 4], tl.int32)
+    dense = at * 4096 + channels[:, None] * 32 + tile * 4 + words[None, :]  # [64, 4], in words
+    second = (first + channels[:, None] * count2[:, None] + rank2[:, None]) * 4 + words[None, :]
+    third = (first + 64 * count2[:, None] + channels[:, None] * count3[:, None] + rank3[:, None]) * 4 + words[None, :]
+    for p in tl.static_range(4):
+        if p == 0:
+            w = tl.load(code_ptr + dense)
+        elif p == 1:
+            w = tl.load(code_ptr + dense + 2048)
+        elif p == 2:
+            w = tl.load(code_ptr + second, mask=tl.broadcast_to(has2[:, None] == 1, [64, 4]), other=0)
+        else:
+            w = tl.load(code_ptr + third, mask=tl.broadcast_to(has3[:, None] == 1, [64, 4]), other=0)
+        code += ((w[:, :, None, None] >> (8 * t + 2 * j)) & 3) << (6 - 2 * p)
+    return (tl.reshape(code, [64, 64]) - 128).to(tl.int8)
+
+
+@triton.jit
+def _expand(
+    code_ptr, meta_ptr, factor_ptr, rotation_ptr, index_ptr, inverse_ptr, smoothing_ptr, out_ptr, k_tiles,
+    SMOOTH: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    nt = tl.program_id(0)
+    kt = tl.program_id(1)
+    at = (nt // 8).to(tl.int64) * k_tiles + kt
+    n = tl.arange(0, 64)
+    codes = _codes(code_ptr, meta_ptr, at, nt % 8, n)  # [64 k, 64 n]
+    rotation = tl.load(rotation_ptr + tl.load(index_ptr + nt).to(tl.int32) * 4096 + n[None, :] * 64 + n[:, None])  # [n, n']
+    sums = tl.dot(codes, rotation, out_dtype=tl.int32).to(tl.float32)  # [64 k, 64 n'], exact
+    unit = tl.zeros([64], tl.float32) + tl.load(factor_ptr + at * 8 + nt % 8) * 0.25
+    if SMOOTH:
+        unit = unit * tl.load(smoothing_ptr + kt * 64 + n)
+    q = _round_product(sums, unit[:, None] * tl.load(inverse_ptr + nt * 64 + n)[None, :], FUSED)
+    tl.store(out_ptr + (nt * 64 + n)[None, :].to(tl.int64) * (k_tiles * 64) + (kt * 64 + n)[:, None], q.to(tl.int8))
+
+
+@triton.jit(do_not_specialize=["m"])
+def _gemm(
+    q_ptr, scale_ptr, code_ptr, unit_ptr, bias_ptr, out_ptr, m, n, k, out_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    blocks_m = tl.cdiv(m, BM)
+    blocks_n = tl.cdiv(n, BN)
+    first = pid // (GROUP * blocks_n) * GROUP
+    size = tl.minimum(blocks_m - first, GROUP)
+    within = pid % (GROUP * blocks_n)
+    rows = (first + within % size) * BM + tl.arange(0, BM)
+    outputs = within // size * BN + tl.arange(0, BN)
+    inputs = tl.arange(0, BK)
+    row = tl.where(rows < m, rows, 0).to(tl.int64)
+    output = tl.where(outputs < n, outputs, 0).to(tl.int64)
+    acc = tl.zeros([BM, BN], tl.int32)
+    k0 = 0
+    while k0 < k:
+        inside = k0 + inputs < k
+        a = tl.load(q_ptr + row[:, None] * k + (k0 + inputs)[None, :], mask=inside[None, :], other=0)  # [BM, BK] int8
+        b = tl.load(code_ptr + output[None, :] * k + (k0 + inputs)[:, None], mask=inside[:, None], other=0)  # [BK, BN] int8
+        acc = tl.dot(a, b, acc, out_dtype=tl.int32)
+        k0 += BK
+    y = acc.to(tl.float32) * tl.load(scale_ptr + row)[:, None] * tl.load(unit_ptr + output)[None, :]
+    if BIAS:
+        y += tl.load(bias_ptr + output).to(tl.float32)[None, :]
+    tl.store(
+        out_ptr + rows.to(tl.int64)[:, None] * out_stride + outputs[None, :],
+        y.to(out_ptr.dtype.element_ty),
+        mask=(rows < m)[:, None] & (outputs < n)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["m"])
+def _short(
+    q_ptr, scale_ptr, code_ptr, meta_ptr, factor_ptr, rotation_ptr, index_ptr, bias_ptr, out_ptr, m, k_tiles, scale_stride,
+    out_stride, BM: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    nt = tl.program_id(1)
+    n = tl.arange(0, 64)
+    inside = rows < m
+    row = rows.to(tl.int64)
+    channels = n // 4 + n % 4 * 16  # the order of q
+    acc = tl.zeros([BM, 64], tl.float32)
+    kt = 0
+    while kt < k_tiles:
+        at = (nt // 8).to(tl.int64) * k_tiles + kt
+        x = tl.load(q_ptr + row[:, None] * (k_tiles * 64) + (kt * 64 + n)[None, :], mask=inside[:, None], other=0)  # int8
+        codes = _codes(code_ptr, meta_ptr, at, nt % 8, channels)  # [64, 64] int8
+        sums = tl.dot(x, codes, out_dtype=tl.int32).to(tl.float32)  # exact
+        scale = tl.load(scale_ptr + kt * scale_stride.to(tl.int64) + row, mask=inside, other=0.0)
+        acc += sums * (scale * (2.0 * tl.load(factor_ptr + at * 8 + nt % 8)))[:, None]
+        kt += 1
+    rotation = tl.load(rotation_ptr + tl.load(index_ptr + nt).to(tl.int32) * 4096 + n[None, :] * 64 + n[:, None])  # [n, n']
+    y = tl.dot(acc, rotation.to(tl.float32) * 0.125, input_precision="ieee")
+    if BIAS:
+        y += tl.load(bias_ptr + nt * 64 + n).to(tl.float32)[None, :]
+    tl.store(
+        out_ptr + row[:, None] * out_stride + (nt * 64 + n)[None, :], y.to(out_ptr.dtype.element_ty), mask=inside[:, None]
+    )

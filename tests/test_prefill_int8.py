@@ -1,0 +1,251 @@
+"""The prefill's kernels against their references: integers and requantised codes exactly, outputs within their rounding."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from cases import MAPS, SHAPES, TRANSFORMS, make_case, make_rows
+from tolerances import OUTPUT_RMS, poison_allocator, relative_rms
+from vllm_tilequant.kernels import decode_weight, prefill_int8, reference
+from vllm_tilequant.kernels.layout import align_codes, to_device
+from vllm_tilequant.kernels.tuning import PrefillConfig, default_prefill_config, dump, tuned_prefill
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ACTIVATIONS = prefill_int8.PREFILL_ACTIVATIONS
+#: Short up to 40 rows, long beyond.
+CONFIG = PrefillConfig(splits=1, short_rows=40, expand_tiles=2)
+interpreted = pytest.mark.skipif(
+    find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1", reason="Triton with TRITON_INTERPRET=1"
+)
+
+
+def draw_smoothing(k):
+    return torch.exp(torch.randn(k, generator=torch.Generator().manual_seed(5)) * 0.7)
+
+
+def served(case, device, smooth):
+    packed = to_device(case.weight, device)
+    smoothing = draw_smoothing(packed.in_features).to(device) if smooth else None
+    w = decode_weight.prepare(packed, TRANSFORMS)
+    return packed, w, prefill_int8.prepare(packed, w, smoothing=smoothing)
+
+
+def check(case, m, dtype, device, *, path, activation="token_smooth", smooth=False, bias=True, config=CONFIG, gemm=None):
+    n, k = case.codes.shape
+    packed, w, p = served(case, device, smooth)
+    x = make_rows(m, k, dtype).to(device)
+    b = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(device, dtype) if bias else None
+    kwargs = {"activation": activation, "path": path, "config": config}
+    poison_allocator(device)
+    out = torch.full((m, n), float("nan"), dtype=dtype, device=device) if gemm is None else None
+    y = prefill_int8.prefill_linear(x, w, p, b, out=out, gemm=gemm, **kwargs)
+    short = prefill_int8.takes_short(m, config, activation)
+    matrices = case.matrices.to(device)
+    if short:
+        wanted = reference.linear_ref(x, packed, matrices, b, int8=True)
+    else:
+        codes, scale = reference.requantize_ref(packed, matrices, p.smoothing)
+        assert torch.equal(p.scale[:, 0], scale)
+        assert torch.equal(prefill_int8.workspace(x.device, n, k), codes), "requantised codes"
+        wanted = reference.prefill_int8_ref(x, packed, matrices, b, smoothing=p.smoothing)
+    if not wanted.any():
+        assert torch.equal(y.double(), wanted)
+    else:
+        assert relative_rms(y, wanted) <= OUTPUT_RMS[str(dtype).removeprefix("torch.")]
+    if gemm is None and not (short and device == "cpu"):  # numpy, which the interpreter un-rotates with, promises no order
+        for row in {0, m // 2, m - 1}:  # alone, on the same side of the boundary
+            alone = PrefillConfig(config.splits, config.short_rows if short else 0, config.expand_tiles)
+            got = prefill_int8.prefill_linear(x[row : row + 1], w, p, b, **(kwargs | {"config": alone}))
+            assert torch.equal(got[0], y[row]), f"row {row} differs alone"
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("shape", "kind", "m", "dtype", "smooth"),
+    [
+        ((64, 64), "all8", 9, torch.float32, False),
+        ((128, 192), "mixed2468", 17, torch.bfloat16, True),
+        ((576, 64), "mixed48", 41, torch.float16, True),
+        ((64, 320), "all4", 43, torch.float32, True),
+        ((192, 128), "mixed2468", 50, torch.bfloat16, False),
+    ],
+)
+def test_the_interpreter_runs_the_same_kernels(shape, kind, m, dtype, smooth):
+    for activation in ACTIVATIONS:
+        check(make_case(*shape, kind), m, dtype, "cpu", path="triton", activation=activation, smooth=smooth)
+
+
+@interpreted
+def test_rows_are_quantised_as_the_references_say():
+    from vllm_tilequant.kernels import prefill_triton
+
+    x = make_rows(5, 192, torch.bfloat16)
+    smoothing = draw_smoothing(192)
+    q, scale = prefill_triton.quantize_rows(x, torch.ones(192) / smoothing)
+    wanted, unit = reference.activation_token_ref(x, smoothing)
+    assert torch.equal(q, wanted) and torch.equal(scale[:, 0], unit)
+    q, scale = prefill_triton.quantize_groups(x)
+    wanted, unit = reference.activation_int8_ref(x)
+    at = torch.arange(64)
+    order = at // 4 + at % 4 * 16
+    assert torch.equal(q.view(5, -1, 64), wanted.view(5, -1, 64)[..., order])
+    assert torch.equal(scale[:, :5].T, unit)
+
+
+@interpreted
+def test_a_nan_stays_in_its_row_on_the_interpreter():
+    nan_stays_in_its_row("cpu", "triton")
+
+
+def nan_stays_in_its_row(device, path):
+    case = make_case(192, 320)
+    _, w, p = served(case, device, True)
+    for m, activation in ((20, "group64"), (60, "token_smooth")):
+        x = make_rows(m, 320, torch.bfloat16).to(device)
+        kwargs = {"activation": activation, "path": path, "config": CONFIG}
+        clean = prefill_int8.prefill_linear(x, w, p, **kwargs)
+        x[3, 7] = float("nan")
+        y = prefill_int8.prefill_linear(x, w, p, **kwargs)
+        assert bool(y[3].isnan().all())
+        assert torch.equal(torch.cat((y[:3], y[4:])), torch.cat((clean[:3], clean[4:])))
+
+
+@pytest.mark.parametrize("kind", MAPS)
+def test_scales_of_the_requantised_weight_equal_the_reference(kind):
+    for shape in SHAPES:
+        case = make_case(*shape, kind)
+        for smooth in (False, True):
+            packed, _, p = served(case, "cpu", smooth)
+            codes, scale = reference.requantize_ref(packed, case.matrices, p.smoothing)
+            assert torch.equal(p.scale[:, 0], scale)
+            assert int(codes.abs().max()) == 127
+            weight = codes.double() * scale.double()[:, None]
+            exact = case.matrices @ (
+                (align_codes(case.codes, packed.tile_bits).double() - 128).view(-1, 64, shape[1])
+            )
+            unit = packed.tile_scale * torch.exp2(packed.tile_bits.float() - 8)
+            exact = exact.view(shape) * unit.repeat_interleave(64, 0).repeat_interleave(64, 1)
+            exact = exact if p.smoothing is None else exact * p.smoothing
+            assert bool(((weight - exact).abs() <= scale.double()[:, None] * 0.5001).all())
+
+
+def test_a_prefill_weight_survives_as_a_list_of_tensors():
+    for smooth in (False, True):
+        _, _, p = served(make_case(64, 128), "cpu", smooth)
+        assert len(p.tensors()) == (6 if smooth else 4)
+        again = prefill_int8.PrefillWeight(*p.tensors())
+        assert all(a is b for a, b in zip(p.tensors(), again.tensors(), strict=True))
+
+
+def test_wrong_arguments_are_named():
+    case = make_case(64, 128)
+    _, w, p = served(case, "cpu", False)
+    x = torch.zeros(9, 128)
+    for bad, message in (
+        (x.int(), "x is torch.int32"),
+        (x[:, :64], r"wanted \[1.., 128\]"),
+        (x.T.contiguous().T, "contiguous rows"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            prefill_int8.prefill_linear(bad, w, p)
+    with pytest.raises(ValueError, match="bias is"):
+        prefill_int8.prefill_linear(x, w, p, torch.zeros(63))
+    with pytest.raises(ValueError, match="path is 'best'"):
+        prefill_int8.prefill_linear(x, w, p, path="best")
+    with pytest.raises(NotImplementedError, match=r"wanted 9\.0"):
+        prefill_int8.prefill_linear(x, w, p, path="cuda")
+    for smoothing in (torch.ones(64), torch.ones(128).double(), torch.zeros(128)):
+        with pytest.raises(ValueError, match="smoothing"):
+            prefill_int8.prepare(case.weight, w, smoothing=smoothing)
+
+
+def test_the_workspace_is_one_and_only_grows():
+    device = torch.device("cpu")
+    prefill_int8.reserve(device, 128, 64)
+    first = prefill_int8.workspace(device, 64, 64)
+    assert first.shape == (64, 64) and prefill_int8.workspace(device, 128, 64).data_ptr() == first.data_ptr()
+    size = prefill_int8._workspaces[device].numel()
+    prefill_int8.reserve(device, 64, 64)
+    assert prefill_int8._workspaces[device].numel() == size
+
+
+def test_tuned_configurations_are_legal_and_written_back():
+    text = dump("h200", {}, {}, {(64, 128): PrefillConfig(4, 300)})
+    assert '"n": 64' in text and '"splits": 4' in text
+    for (n, k), config in tuned_prefill("h200").items():
+        assert n % 64 == 0 and k % 64 == 0 and config.short_rows >= 8
+    assert default_prefill_config(4096, 4096, 132).splits == 8
+    assert default_prefill_config(28672, 4096, 132).splits == 1
+    assert default_prefill_config(64, 64, 132).splits == 1
+    with pytest.raises(ValueError, match="splits"):
+        PrefillConfig(splits=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", prefill_int8.PATHS)
+@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes_maps_and_rows(shape, kind, path):
+    case = make_case(*shape, kind)
+    for m in (1, 9, 17, 33, 40, 41, 130):
+        check(case, m, torch.bfloat16, "cuda", path=path, smooth=bool(m % 2))
+        if m > CONFIG.short_rows:
+            check(case, m, torch.bfloat16, "cuda", path=path, activation="group64")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", prefill_int8.PATHS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_dtypes_and_bias(dtype, path):
+    case = make_case(576, 1536)
+    for m in (12, 70, 300):
+        for bias in (True, False):
+            for activation in ACTIVATIONS:
+                check(case, m, dtype, "cuda", path=path, activation=activation, bias=bias, smooth=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
+def test_every_cut_of_the_short_kernel(splits):
+    for shape in ((1088, 1536), (192, 320)):
+        for m in (10, 20, 40, 100):
+            config = PrefillConfig(splits, 128)
+            check(make_case(*shape, "mixed2468"), m, torch.bfloat16, "cuda", path="cuda", config=config)
+
+
+@pytest.mark.gpu
+def test_the_server_s_matrix_product_gives_the_same():
+    ops = pytest.importorskip("vllm._custom_ops")
+
+    def gemm(q, codes, scale, unit, bias, dtype):
+        return ops.cutlass_scaled_mm(q, codes.t(), scale, unit, dtype, bias)
+
+    for m in (64, 300):
+        check(make_case(576, 1536), m, torch.bfloat16, "cuda", path="cuda", smooth=True, gemm=gemm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", prefill_int8.PATHS)
+def test_a_nan_stays_in_its_row(path):
+    nan_stays_in_its_row("cuda", path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [20, 60])
+def test_replays_of_one_graph_follow_their_inputs(m):
+    _, w, p = served(make_case(576, 1536), "cuda", True)
+    x = make_rows(m, 1536, torch.bfloat16).cuda()
+    prefill_int8.reserve(x.device, 576, 1536)
+    prefill_int8.prefill_linear(x, w, p, config=CONFIG)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = prefill_int8.prefill_linear(x, w, p, config=CONFIG)
+    for seed in (1, 2):
+        x.copy_(make_rows(m, 1536, torch.bfloat16, seed))
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, prefill_int8.prefill_linear(x, w, p, config=CONFIG))
