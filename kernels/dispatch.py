@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_tilequant.kernels import decode_bitplane, layout, portable
+from vllm_tilequant.kernels import decode_bitplane, layout, portable, prefill_int8
 from vllm_tilequant.kernels.capability import DecodeSpec, device_capability, unsupported_reason
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.layout import PackedWeight
 from vllm_tilequant.kernels.portable import PortableWeight
+from vllm_tilequant.kernels.prefill_int8 import Gemm, PrefillWeight
 from vllm_tilequant.kernels.tuning import decode_config
 
 #: Rows up to which the graded product is used. A captured graph or a batch above it runs at stored precision.
@@ -22,36 +23,47 @@ GRADED_ROWS = 8
 class LinearWeight:
     """One linear as it is served.
 
-    dense: [N, K] in the model's dtype, at stored precision, for the static product
+    static: for the product at stored precision: only scales beside the decode form, since both products read the same tiles;
+        where there is no kernel the dense weight [N, K] in the model's dtype
     graded: the form that the graded kernel reads, or the portable one where there is no kernel
     input_rotation: [64] uint8, what rotates the inputs before either product (both forms belong to rotated inputs), or None
     """
 
-    dense: Tensor
+    static: PrefillWeight | Tensor
     graded: DecodeWeight | PortableWeight
     input_rotation: Tensor | None = None
 
+    @property
+    def out_features(self) -> int:
+        return self.static.shape[0] if isinstance(self.static, Tensor) else self.static.scale.shape[0]
+
 
 def portable_reason(n: int, k: int, dtype: torch.dtype, device: torch.device, activation: str) -> str | None:
-    """Why the graded product of a weight [n, k] takes plain torch; None where a GPU kernel runs it."""
+    """Why the products of a weight [n, k] take plain torch; None where GPU kernels run them."""
     if activation != "group64":
         return f"activation {activation!r}: the kernels compute with INT8 activations"
     return unsupported_reason(DecodeSpec(n, k, dtype, device_capability(device)))
 
 
-def prepare(w: PackedWeight, transforms: Tensor, dtype: torch.dtype, activation: str) -> LinearWeight:
-    """Arrange a packed weight for serving on the device where it lies, and compile what its kernel needs.
+def prepare(
+    w: PackedWeight, transforms: Tensor, dtype: torch.dtype, activation: str, *, smoothing: Tensor | None = None
+) -> LinearWeight:
+    """Arrange a packed weight for serving on the device where it lies, and compile what its kernels need.
 
     transforms: [n, 64, 64] float64, addressed by `w.output_transform`; dtype: the model's
+    smoothing: [K] float32, by which long prompts divide their inputs before INT8; None for none
     """
-    dense = portable.dequantize(replace(w, input_rotation=None), transforms, dtype)
-    device = w.plane0.device
-    if portable_reason(w.out_features, w.in_features, dtype, device, activation) is not None:
+    device, n, k = w.plane0.device, w.out_features, w.in_features
+    if portable_reason(n, k, dtype, device, activation) is not None:
+        dense = portable.dequantize(replace(w, input_rotation=None), transforms, dtype)
         return LinearWeight(dense, portable.prepare(w, transforms), w.input_rotation)
-    # Now: a captured graph must not meet the compiler. Rotated activations are float32.
+    # Now: a captured graph must not meet the compiler. Rotated activations of the graded product are float32.
     read = dtype if w.input_rotation is None else torch.float32
-    decode_bitplane.compile_kernels(device, read, decode_config(w.out_features, w.in_features, device))
-    return LinearWeight(dense, decode_bitplane.prepare(w, transforms), w.input_rotation)
+    decode_bitplane.compile_kernels(device, read, decode_config(n, k, device))
+    prefill_int8.compile_kernels(device, dtype, k, smoothing is not None)
+    prefill_int8.reserve(device, n, k)
+    graded = decode_bitplane.prepare(w, transforms)
+    return LinearWeight(prefill_int8.prepare(w, graded, smoothing=smoothing), graded, w.input_rotation)
 
 
 def takes_graded(rows: int, graded_rows: int) -> bool:
@@ -60,22 +72,36 @@ def takes_graded(rows: int, graded_rows: int) -> bool:
 
 
 def tile_linear(
-    x: Tensor, w: LinearWeight, bias: Tensor | None, thresholds: Tensor, *, graded_rows: int, activation: str
+    x: Tensor,
+    w: LinearWeight,
+    bias: Tensor | None,
+    thresholds: Tensor,
+    *,
+    graded_rows: int,
+    activation: str,
+    prefill_activation: str = "token_smooth",
+    gemm: Gemm | None = None,
 ) -> Tensor:
     """y = x W^T + bias over a tile-quantized weight. x: [..., K] float -> [..., N] in x's dtype.
 
     thresholds: [4] float32 of the active profile; graded_rows: the limit of the graded path, 0 for none;
-    activation: `group64` (INT8 per row and 64 inputs) or `none`.
+    activation: `group64` (INT8 per row and 64 inputs) or `none`; prefill_activation and gemm as `prefill_linear` takes them.
     """
     rows = x.reshape(-1, x.shape[-1])
     graded = takes_graded(rows.shape[0], graded_rows)
     if w.input_rotation is not None:
         rows = layout.rotate_inputs(rows, w.input_rotation)
         rows = rows if graded else rows.to(x.dtype)
-    if not graded:
-        y = portable.static_linear(rows, w.dense, bias, activation=activation)
-    elif isinstance(w.graded, DecodeWeight):
+    if graded and isinstance(w.graded, DecodeWeight):
         y = decode_bitplane.decode_linear(rows, w.graded, bias, thresholds)
-    else:
+    elif graded:
+        assert isinstance(w.graded, PortableWeight)
         y = portable.graded_linear(rows, w.graded, bias, thresholds, activation=activation)
+    elif isinstance(w.static, Tensor):
+        y = portable.static_linear(rows, w.static, bias, activation=activation)
+    elif rows.shape[0] == 0:
+        y = rows.new_empty(0, w.out_features)
+    else:
+        assert isinstance(w.graded, DecodeWeight)
+        y = prefill_int8.prefill_linear(rows, w.graded, w.static, bias, activation=prefill_activation, gemm=gemm)
     return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])

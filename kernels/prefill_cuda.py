@@ -114,9 +114,7 @@ def short_args(
     return args, splits * -(-rows // tokens) * -(-weight.n_tiles // SHORT_TILES), tokens
 
 
-def short(
-    q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: Tensor, config: PrefillConfig
-) -> None:
+def short(q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: Tensor, config: PrefillConfig) -> None:
     args, grid, tokens = short_args(q, scale, w, bias, out, config.splits)
     _short_module(w.device, out.dtype, tokens).kernel("short_rows").launch(
         args, grid=grid, threads=256, cluster=config.splits, shared_bytes=shared_bytes(args.w.k_tiles, tokens, config.splits),
@@ -125,9 +123,7 @@ def short(
 
 
 def _weight(w: DecodeWeight) -> _Weight:
-    return _Weight(
-        w.codes.data_ptr(), w.meta.data_ptr(), w.factor.data_ptr(), w.out_features // TILE, w.in_features // TILE
-    )
+    return _Weight(w.codes.data_ptr(), w.meta.data_ptr(), w.factor.data_ptr(), w.out_features // TILE, w.in_features // TILE)
 
 
 def _stream(device: torch.device) -> int:

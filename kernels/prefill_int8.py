@@ -2,8 +2,8 @@
 
 Short (some rows): the weight is expanded inside the kernel and every 64 inputs have scales of their own, which is the papers'
 arithmetic (`reference.linear_ref(int8=True)`). Long (prompts): the tiles are expanded once per call into a workspace of the
-process, rotated back and requantised to one scale per output (`reference.requantize_ref`), and one product over all of K follows,
-with one scale per row (`reference.prefill_int8_ref`). `rows` decides; `kernels/README.md` says why.
+process, rotated back and requantised to one scale per output (`reference.requantize_ref`), and one product over all of K
+follows, with one scale per row (`reference.prefill_int8_ref`). The number of rows decides; `kernels/README.md` says why.
 """
 
 from __future__ import annotations
@@ -152,16 +152,16 @@ def prefill_linear(
     """y = x W^T + bias at stored precision. No host synchronisation; safe under CUDA graphs once compiled.
 
     x: [M, K] bf16, fp16 or float32, rows contiguous -> [M, N] in x's dtype; bias: [N] of one of these dtypes
-    activation: one of `PREFILL_ACTIVATIONS`; gemm: the long product's matrix product, ours in Triton if None (and where dtypes ask
-    for it: a given one serves 16-bit results with a bias of the same dtype); path: `cuda`, `triton` or None for the faster that can
-    run. out: only for products that are ours.
+    activation: one of `PREFILL_ACTIVATIONS`; gemm: the long product's matrix product, ours in Triton if None (and where dtypes
+    ask for it: a given one serves 16-bit results with a bias of the same dtype); path: `cuda`, `triton` or None for the faster
+    that can run; out: only for products that are ours.
     """
-    from vllm_tilequant.kernels import prefill_triton as portable
-
     check_inputs(x, w, bias)
     n, k = w.out_features, w.in_features
     path = _path(x.device, path)
     config = config or prefill_config(n, k, x.device)
+    from vllm_tilequant.kernels import prefill_triton as portable
+
     if takes_short(x.shape[0], config, activation):
         q, scale = portable.quantize_groups(x)
         y = _output(x, n, out)

@@ -1,6 +1,6 @@
 """Triton kernels of the prefill: INT8 rows, and the portable forms of what `prefill_*.cu` does faster on Hopper.
 
-Rows quantised per 64 inputs are stored in the order that expanding wants: position 4q + i of an input tile holds input q + 16 i.
+Rows quantised per 64 inputs are stored in the order that expanding wants: place 4q + i of an input tile holds input q + 16 i.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SMALLEST = tl.constexpr(SMALLEST)
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`activation_int8_ref` with inputs reordered: x [M, K], rows contiguous -> q [M, K] int8, scale [K/64, M padded] float32."""
+    """`activation_int8_ref`, reordered: x [M, K], rows contiguous -> q [M, K] int8, scale [K/64, M padded] float32."""
     m, k = x.shape
     q = torch.empty(m, k, dtype=torch.int8, device=x.device)
     scale = torch.empty(k // TILE, -(-m // ROW_PAD) * ROW_PAD, dtype=torch.float32, device=x.device)
@@ -32,7 +32,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`activation_token_ref`: x [M, K], rows contiguous; unsmoothing [K] float32, 1 / smoothing -> q [M, K] int8, scale [M, 1]."""
+    """`activation_token_ref`: x [M, K], rows contiguous; unsmoothing [K], 1 / smoothing -> q [M, K] int8, scale [M, 1]."""
     m, k = x.shape
     q = torch.empty(m, k, dtype=torch.int8, device=x.device)
     scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
@@ -44,10 +44,8 @@ def quantize_rows(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor
     return q, scale
 
 
-def expand(
-    w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor
-) -> None:
-    """Write `requantize_ref`'s codes. rotation: [., 64, 64] int8, 8U; index: [N/64] uint8; inverse: [N] float32; out: [N, K] int8."""
+def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor) -> None:
+    """Write `requantize_ref`'s codes to out [N, K]. rotation: [., 64, 64] int8, 8U; index: [N/64] uint8; inverse: [N] float32."""
     n_tiles, k_tiles = w.out_features // TILE, w.in_features // TILE
     _expand[(n_tiles, k_tiles)](
         w.codes, w.meta, w.factor, rotation, index, inverse, inverse if smoothing is None else smoothing, out, k_tiles,
@@ -67,9 +65,7 @@ def gemm(q: Tensor, scale: Tensor, codes: Tensor, unit: Tensor, bias: Tensor | N
     )  # fmt: skip
 
 
-def short(
-    q: Tensor, scale: Tensor, w: DecodeWeight, rotation: Tensor, index: Tensor, bias: Tensor | None, out: Tensor
-) -> None:
+def short(q: Tensor, scale: Tensor, w: DecodeWeight, rotation: Tensor, index: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = `linear_ref(int8=True)` from the two results of `quantize_groups`; the weight is expanded inside."""
     m, n_tiles, k_tiles = q.shape[0], w.out_features // TILE, w.in_features // TILE
     block = 32  # at any number of rows, so that a row is summed in one order
@@ -243,6 +239,4 @@ def _short(
     y = tl.dot(acc, rotation.to(tl.float32) * 0.125, input_precision="ieee")
     if BIAS:
         y += tl.load(bias_ptr + nt * 64 + n).to(tl.float32)[None, :]
-    tl.store(
-        out_ptr + row[:, None] * out_stride + (nt * 64 + n)[None, :], y.to(out_ptr.dtype.element_ty), mask=inside[:, None]
-    )
+    tl.store(out_ptr + row[:, None] * out_stride + (nt * 64 + n)[None, :], y.to(out_ptr.dtype.element_ty), mask=inside[:, None])

@@ -34,8 +34,8 @@ def activation_token_ref(x: Tensor, smoothing: Tensor | None = None) -> tuple[Te
     """INT8 activations with one scale per row, for the long prefill.
 
     x: [M, K] any float; smoothing: [K] float32, by which inputs are divided -> q [M, K] int8, scale [M] float32
-    In float32: v = x * (1 / smoothing), scale = max(max|v|, 2^-100) / 127; q is the product of v and (127 / that maximum), itself
-    unrounded, rounded half to even.
+    In float32: v = x * (1 / smoothing), scale = max(max|v|, 2^-100) / 127; q is the exact product of v and (127 / that maximum),
+    rounded half to even.
     """
     v = x.float() if smoothing is None else x.float() * (torch.ones_like(smoothing) / smoothing)
     size = v.abs().amax(1).clamp_min(SMALLEST)
@@ -63,7 +63,7 @@ def requantize_ref(w: PackedWeight, matrices: Tensor, smoothing: Tensor | None =
 def prefill_int8_ref(
     x: Tensor, w: PackedWeight, matrices: Tensor, bias: Tensor | None = None, *, smoothing: Tensor | None = None
 ) -> Tensor:
-    """The long prefill: rows by `activation_token_ref`, weight by `requantize_ref`, one product over all of K. [M, N] float64."""
+    """The long prefill: rows by `activation_token_ref`, weight by `requantize_ref`, one product over all of K. [M, N]."""
     q, scale = activation_token_ref(x, smoothing)
     codes, unit = requantize_ref(w, matrices, smoothing)
     y = q.double() @ codes.double().T * scale.double()[:, None] * unit.double()

@@ -27,12 +27,13 @@ def served(n, k, device, dtype, activation="group64", rotation=None):
 
 def arguments(w: LinearWeight):
     """The op's arguments that stand for a weight."""
-    tensors = [t for t in vars(w.graded).values() if isinstance(t, torch.Tensor)]
-    return w.dense, tensors, isinstance(w.graded, DecodeWeight), w.input_rotation
+    static = [w.static] if isinstance(w.static, torch.Tensor) else w.static.tensors()
+    graded = [t for t in vars(w.graded).values() if isinstance(t, torch.Tensor)]
+    return static, graded, isinstance(w.graded, DecodeWeight), w.out_features, w.input_rotation
 
 
-def call(x, w: LinearWeight, bias, thresholds, limit=8, activation="group64"):
-    return tile_linear(x, *arguments(w), bias, thresholds, limit, activation)
+def call(x, w: LinearWeight, bias, thresholds, limit=8, activation="group64", prefill="token_smooth"):
+    return tile_linear(x, *arguments(w), bias, thresholds, limit, activation, prefill)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -84,6 +85,27 @@ def test_a_row_is_the_same_alone_and_in_any_batch(device, rotation):
 
 
 @pytest.mark.gpu
+def test_a_gpu_keeps_the_packed_tiles_alone():
+    _, w = served(576, 1536, "cuda", torch.bfloat16)
+    static, graded, *_ = arguments(w)
+    assert sum(t.nbytes for t in static + graded) < 576 * 1536 + 64 * 1024  # a byte a weight would be 864 KiB, bf16 twice that
+    assert max(t.nbytes for t in static) < 64 * 1024
+
+
+@pytest.mark.gpu
+def test_prompts_equal_their_reference():
+    """Beyond the short kernel's rows, in both arithmetics."""
+    case, w = served(576, 1536, "cuda", torch.bfloat16)
+    thresholds, x = torch.tensor(THRESHOLDS["graded"], device="cuda"), make_rows(600, 1536, torch.bfloat16)
+    for prefill, want in (
+        ("token_smooth", reference.prefill_int8_ref(x, case.weight, case.matrices)),
+        ("group64", reference.linear_ref(x, case.weight, case.matrices, int8=True)),
+    ):
+        got = call(x.cuda(), w, None, thresholds, prefill=prefill).cpu()
+        assert relative_rms(got, want) <= OUTPUT_RMS["bfloat16"], prefill
+
+
+@pytest.mark.gpu
 def test_a_gpu_takes_the_kernel_unless_activations_stay_float():
     device = torch.device("cuda")
     assert isinstance(served(64, 128, device, torch.bfloat16)[1].graded, DecodeWeight)
@@ -123,7 +145,7 @@ def test_a_compiled_model_still_chooses_by_rows(device):
     weight = arguments(w)
 
     def model(x):
-        return tile_linear(x, *weight, None, thresholds, 8, "group64")
+        return tile_linear(x, *weight, None, thresholds, 8, "group64", "token_smooth")
 
     graph = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     for m in (20, 9, 8, 3):

@@ -61,7 +61,7 @@ def test_integer_sums_are_exact(n, k, kind):
 def test_static_product_equals_the_reference(kind, int8):
     case, w = setup(192, 320, kind)
     x, bias = make_rows(17, 320), torch.randn(192)
-    got = portable.static_linear(x, w.dense, bias, activation="group64" if int8 else "none")
+    got = portable.static_linear(x, w.static, bias, activation="group64" if int8 else "none")
     want = reference.linear_ref(x, case.weight, case.matrices, bias, int8=int8)
     assert relative_rms(got, want) <= FLOAT32_RMS
 

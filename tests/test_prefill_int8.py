@@ -124,9 +124,7 @@ def test_scales_of_the_requantised_weight_equal_the_reference(kind):
             assert torch.equal(p.scale[:, 0], scale)
             assert int(codes.abs().max()) == 127
             weight = codes.double() * scale.double()[:, None]
-            exact = case.matrices @ (
-                (align_codes(case.codes, packed.tile_bits).double() - 128).view(-1, 64, shape[1])
-            )
+            exact = case.matrices @ ((align_codes(case.codes, packed.tile_bits).double() - 128).view(-1, 64, shape[1]))
             unit = packed.tile_scale * torch.exp2(packed.tile_bits.float() - 8)
             exact = exact.view(shape) * unit.repeat_interleave(64, 0).repeat_interleave(64, 1)
             exact = exact if p.smoothing is None else exact * p.smoothing

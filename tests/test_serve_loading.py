@@ -297,7 +297,8 @@ def test_settings():
     for given, message in (
         ({"profile": "5.0"}, r"profile is '5.0', legal values are \['3.0', '2.0', 'full', 'off'\]"),
         ({"activation": "int4"}, r"activation is 'int4', legal values are \['none', 'group64'\]"),
-        ({"profil": "3.0"}, r"unknown keys \['profil'\]; legal keys are 'profile' and 'activation'"),
+        ({"prefill_activation": "none"}, r"prefill_activation is 'none', legal values are \['token_smooth', 'group64'\]"),
+        ({"profil": "3.0"}, r"unknown keys \['profil'\]; legal keys are 'profile', 'activation' and 'prefill_activation'"),
         ("3.0", r"wanted an object with the keys"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -373,14 +374,16 @@ def test_the_op_is_traced_once_for_all_row_counts():
         torch.ops.tilequant.tile_linear,
         (
             make_rows(2, 128),
-            layer.weight_dense.data,
+            [layer.weight_dense.data],
             [getattr(layer, name).data for name in layer.tilequant_graded],
             False,
+            256,
             None,
             None,
             layer.active_thresholds,
             8,
             "group64",
+            "token_smooth",
         ),
         test_utils=("test_schema", "test_faketensor"),
     )

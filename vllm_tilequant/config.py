@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm_tilequant.checkpoint.parallel import cut_linears
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.kernels.dispatch import GRADED_ROWS
+from vllm_tilequant.kernels.prefill_int8 import PREFILL_ACTIVATIONS
 from vllm_tilequant.schema import ACTIVATIONS, PROFILE_OFF, QUANT_METHOD, TILE, QuantizationSchema, ignored_by
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures only loggers below its own
 
+_KEYS = "'profile', 'activation' and 'prefill_activation'"
 _REMEDY = (
     "Quantize all members of a fused layer alike: either all of them in quantization_config.modules, or all of them in "
     "quantization_config.ignore."
@@ -66,10 +68,12 @@ class Settings:
 
     profile: a stored profile, `full` (every stored plane through the graded product) or `off` (no grading)
     activation: `group64` (INT8 per row and 64 inputs) or `none`
+    prefill_activation: of prompts on a GPU: `token_smooth` (INT8 per row, the fast product) or `group64` (per 64 inputs too)
     """
 
     profile: str
     activation: str
+    prefill_activation: str = PREFILL_ACTIVATIONS[0]
 
     @property
     def graded_rows(self) -> int:
@@ -82,11 +86,15 @@ class Settings:
         given = additional_config.get(QUANT_METHOD, {}) if isinstance(additional_config, dict) else {}
         where = f'--additional-config {{"{QUANT_METHOD}": ...}}'
         if not isinstance(given, dict):
-            raise ValueError(f"{where} is {given!r}, wanted an object with the keys 'profile' and 'activation'")
-        if unknown := sorted(set(given) - {"profile", "activation"}):
-            raise ValueError(f"{where} has unknown keys {unknown}; legal keys are 'profile' and 'activation'")
-        settings = cls(given.get("profile", schema.profiles.default), given.get("activation", "group64"))
-        for key, legal in (("profile", schema.profiles.choices), ("activation", list(ACTIVATIONS))):
+            raise ValueError(f"{where} is {given!r}, wanted an object with the keys {_KEYS}")
+        if unknown := sorted(set(given) - set(cls.__dataclass_fields__)):
+            raise ValueError(f"{where} has unknown keys {unknown}; legal keys are {_KEYS}")
+        settings = cls(**{"profile": schema.profiles.default, "activation": "group64"} | given)
+        for key, legal in (
+            ("profile", schema.profiles.choices),
+            ("activation", list(ACTIVATIONS)),
+            ("prefill_activation", list(PREFILL_ACTIVATIONS)),
+        ):
             if getattr(settings, key) not in legal:
                 raise ValueError(f"{where}: {key} is {getattr(settings, key)!r}, legal values are {legal}")
         return settings
@@ -167,10 +175,11 @@ class TileQuantConfig(QuantizationConfig):
         if (model_config := getattr(current, "model_config", None)) is not None:
             check_parallel(self.schema, model_config, current.parallel_config)
         logger.info(
-            "tilequant: profile %s (graded up to %d rows), activation %s",
+            "tilequant: profile %s (graded up to %d rows), activation %s, in prompts %s",
             settings.profile,
             settings.graded_rows,
             settings.activation,
+            settings.prefill_activation,
         )
         return settings
 

@@ -63,15 +63,20 @@ class TileQuantLinearMethod(LinearMethodBase):
         weight = prepare(packed, self.config.transforms, layer.tilequant_dtype, self.settings.activation)
         loading.release()
         layer.tilequant_loading = None
-        layer.weight_dense = Parameter(weight.dense, requires_grad=False)
         layer.tilequant_kernel = isinstance(weight.graded, DecodeWeight)
-        layer.tilequant_graded = []  # names of the tensors of the graded form, in order
-        for f in fields(weight.graded):
-            if isinstance(tensor := getattr(weight.graded, f.name), torch.Tensor):
-                # vLLM's LoRA and MLA look for a tensor called `weight_packed` to learn a layer's device.
-                name = "weight_packed" if f.name == "codes" else f"graded_{f.name}"
-                layer.register_parameter(name, Parameter(tensor, requires_grad=False))
-                layer.tilequant_graded.append(name)
+        layer.tilequant_outputs = weight.out_features
+        # Names of the tensors of both forms, in their order.
+        layer.tilequant_static, layer.tilequant_graded = [], []
+        static = {"dense": weight.static} if isinstance(weight.static, torch.Tensor) else _tensors(weight.static)
+        for name, tensor in static.items():
+            name = "weight_dense" if name == "dense" else f"prefill_{name}"
+            layer.register_parameter(name, Parameter(tensor, requires_grad=False))
+            layer.tilequant_static.append(name)
+        for name, tensor in _tensors(weight.graded).items():
+            # vLLM's LoRA and MLA look for a tensor called `weight_packed` to learn a layer's device.
+            name = "weight_packed" if name == "codes" else f"graded_{name}"
+            layer.register_parameter(name, Parameter(tensor, requires_grad=False))
+            layer.tilequant_graded.append(name)
         layer.register_buffer("input_rotation", weight.input_rotation, persistent=False)
         layer.register_buffer("profile_thresholds", loaded.thresholds, persistent=False)
         layer.register_buffer("active_thresholds", torch.empty_like(loaded.thresholds[0]), persistent=False)
@@ -103,14 +108,16 @@ class TileQuantLinearMethod(LinearMethodBase):
         """y = x W^T + bias; x: [..., K] -> [..., N], both of this rank."""
         return ops.tile_linear(
             x,
-            layer.weight_dense,
+            [getattr(layer, name) for name in layer.tilequant_static],
             [getattr(layer, name) for name in layer.tilequant_graded],
             layer.tilequant_kernel,
+            layer.tilequant_outputs,
             layer.input_rotation,
             bias,
             layer.active_thresholds,
             self.settings.graded_rows,
             self.settings.activation,
+            self.settings.prefill_activation,
         )
 
     def _check_sizes(self, layer: Any, k_part: int, n_parts: list[int], k: int) -> None:
@@ -134,6 +141,12 @@ class TileQuantLinearMethod(LinearMethodBase):
                 f"{self.prefix}: with tensor parallel size {layer.tp_size}, {shards} a rank, which does not fall on borders of "
                 f"{TILE}-wide tiles. Legal tensor parallel sizes for this layer: {_legal_tp_sizes(layer, k if row else None)}"
             )
+
+
+def _tensors(form: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a dataclass by field, in order."""
+    found = {f.name: getattr(form, f.name) for f in fields(form)}
+    return {name: t for name, t in found.items() if isinstance(t, torch.Tensor)}
 
 
 def _full_outputs(layer: Any, n_parts: list[int]) -> list[int]:

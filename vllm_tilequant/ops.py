@@ -6,6 +6,9 @@ whatever the trace saw. Inside an opaque op it stays a branch.
 
 # No `from __future__ import annotations` here: infer_schema reads the annotations as objects.
 
+import functools
+from importlib.util import find_spec
+
 import torch
 from torch.library import Library, infer_schema, register_fake
 
@@ -13,45 +16,85 @@ from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.dispatch import LinearWeight
 from vllm_tilequant.kernels.dispatch import tile_linear as dispatch
 from vllm_tilequant.kernels.portable import PortableWeight
+from vllm_tilequant.kernels.prefill_int8 import Gemm, PrefillWeight
 
 _NAMESPACE = "tilequant"
 
 
+@functools.cache
+def int8_gemm(device: torch.device) -> Gemm | None:
+    """vLLM's CUTLASS product for the long prefill; None where it has none for INT8: before Ampere, from Blackwell on."""
+    if device.type != "cuda" or find_spec("vllm") is None or not (8, 0) <= torch.cuda.get_device_capability(device) < (10, 0):
+        return None
+    from vllm import _custom_ops
+
+    if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
+        return None
+
+    def gemm(
+        q: torch.Tensor,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        unit: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        return _custom_ops.cutlass_scaled_mm(q, codes.t(), scale, unit, dtype, bias)
+
+    return gemm
+
+
 def _tile_linear(
     x: torch.Tensor,
-    dense: torch.Tensor,
+    static: list[torch.Tensor],
     graded: list[torch.Tensor],
     kernel: bool,
+    out_features: int,
     input_rotation: torch.Tensor | None,
     bias: torch.Tensor | None,
     thresholds: torch.Tensor,
     graded_rows: int,
     activation: str,
+    prefill_activation: str,
 ) -> torch.Tensor:
-    """y = x W^T + bias, [..., K] -> [..., N]; graded: the tensors of `DecodeWeight` (kernel) or `PortableWeight`, in order."""
-    form: DecodeWeight | PortableWeight
+    """y = x W^T + bias, [..., K] -> [..., N].
+
+    static, graded: with `kernel` the tensors of `PrefillWeight` and `DecodeWeight`, else the dense weight and those of
+    `PortableWeight`, in order.
+    """
+    x = x.contiguous()  # the products want rows without gaps; a caller may hand over a slice
     if kernel:
         codes, meta, factor, transform, table = graded
-        form = DecodeWeight(codes, meta, factor, transform, table, *dense.shape)
+        form = DecodeWeight(codes, meta, factor, transform, table, out_features, x.shape[-1])
+        w = LinearWeight(PrefillWeight(*static), form, input_rotation)
     else:
-        form = PortableWeight(*graded)
-    x = x.contiguous()  # the products want rows without gaps; a caller may hand over a slice
-    weight = LinearWeight(dense, form, input_rotation)
-    return dispatch(x, weight, bias, thresholds, graded_rows=graded_rows, activation=activation)
+        w = LinearWeight(static[0], PortableWeight(*graded), input_rotation)
+    return dispatch(
+        x,
+        w,
+        bias,
+        thresholds,
+        graded_rows=graded_rows,
+        activation=activation,
+        prefill_activation=prefill_activation,
+        gemm=int8_gemm(x.device),
+    )
 
 
 def _tile_linear_fake(
     x: torch.Tensor,
-    dense: torch.Tensor,
+    static: list[torch.Tensor],
     graded: list[torch.Tensor],
     kernel: bool,
+    out_features: int,
     input_rotation: torch.Tensor | None,
     bias: torch.Tensor | None,
     thresholds: torch.Tensor,
     graded_rows: int,
     activation: str,
+    prefill_activation: str,
 ) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], dense.shape[0]))
+    return x.new_empty((*x.shape[:-1], out_features))
 
 
 # A process may import this module twice (a reload, or under two names); an op may be defined only once.
