@@ -45,7 +45,7 @@ def quantize_rows(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor) -> None:
-    """Write `requantize_ref`'s codes to out [N, K]. rotation: [., 64, 64] int8, 8U; index: [N/64] uint8; inverse: [N] float32."""
+    """Write `requantize_ref`'s codes to out [N, K]. rotation: [., 64, 64] int8, 8U; index: [N/64] uint8; inverse: [N, 1]."""
     n_tiles, k_tiles = w.out_features // TILE, w.in_features // TILE
     _expand[(n_tiles, k_tiles)](
         w.codes, w.meta, w.factor, rotation, index, inverse, inverse if smoothing is None else smoothing, out, k_tiles,

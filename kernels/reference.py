@@ -34,7 +34,7 @@ def activation_token_ref(x: Tensor, smoothing: Tensor | None = None) -> tuple[Te
     """INT8 activations with one scale per row, for the long prefill.
 
     x: [M, K] any float; smoothing: [K] float32, by which inputs are divided -> q [M, K] int8, scale [M] float32
-    In float32: v = x * (1 / smoothing), scale = max(max|v|, 2^-100) / 127; q is the exact product of v and (127 / that maximum),
+    In float32: v = x * (1 / smoothing), scale = max(max|v|, 2^-100) / 127; q is the exact product of v and 127 / that maximum,
     rounded half to even.
     """
     v = x.float() if smoothing is None else x.float() * (torch.ones_like(smoothing) / smoothing)
