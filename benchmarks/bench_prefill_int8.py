@@ -1,10 +1,10 @@
-"""The INT8 prefill against cuBLAS bf16, CUTLASS INT8 and Marlin: every time in one run, in captured graphs, over rotated weights.
+"""The INT8 prefill against cuBLAS bf16, CUTLASS INT8 and Marlin, all in one run, in captured graphs, over rotated weights.
 
     python benchmarks/bench_prefill_int8.py [--json PATH] [--shapes 4096x4096,...] [--rows 16,2048,...] [--no-peers]
 
 `us` is everything from activations to outputs: quantisation, expansion, product. With vLLM installed the long product goes
-through its CUTLASS INT8 op as in serving, otherwise through ours in Triton; `gemm` says which. Peers need vLLM; one that cannot be
-measured is left out of the row and named at the end, never estimated.
+through its CUTLASS INT8 op as in serving, otherwise through ours in Triton; `gemm` says which. Peers need vLLM; one that cannot
+be measured is left out of the row and named at the end, never estimated.
 """
 
 from __future__ import annotations

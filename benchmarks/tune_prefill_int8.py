@@ -2,8 +2,8 @@
 
     python benchmarks/tune_prefill_int8.py [--shapes 4096x4096,...] [--write]
 
-First `splits`, by the mean of relative times at 16, 64 and 128 rows; then `expand_tiles`; then `short_rows`, the largest number of
-rows at which the short kernel is not slower than expanding. Other fields keep their defaults.
+First `splits`, by the mean of relative times at 16, 64 and 128 rows; then `expand_tiles`; then `short_rows`, the largest number
+of rows at which the short kernel is not slower than expanding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_tilequant.kernels.tuning import PrefillConfig
 
 ROWS = (16, 64, 128)
 BOUNDARIES = (64, 128, 192, 256, 320, 384, 448, 512)
-SPLITS = (1, 2, 4, 8)
+SPLITS = (1, 2, 3, 4, 5, 7, 8, 12, 16)
 EXPAND = (4, 8, 16)
 HOW = {"replays": 8, "warmup": 2, "at_least": 10}
 

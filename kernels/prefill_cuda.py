@@ -17,9 +17,8 @@ from vllm_tilequant.schema import TILE
 
 #: Rows of one CTA of the short kernel, each a compilation of its own.
 TOKENS = (16, 32, 64)
-#: Tiles of 64 outputs per CTA: of the expansion (one a warp) and of the short kernel.
-EXPAND_TILES, SHORT_TILES = 4, 2
-_STAGES = 3
+#: Threads of a CTA, tiles of 64 outputs that it owns, bytes of a stage of plane words.
+THREADS, BLOCK_TILES, _BLOCK_BYTES = 256, 8, 4 * 8192
 _FOLDER = Path(__file__).parent
 _HEADERS = tuple(_FOLDER / name for name in ("prefill_ptx.cu", "prefill_planes.cu"))
 
@@ -66,9 +65,10 @@ def tokens_for(rows: int) -> int:
 
 
 def shared_bytes(k_tiles: int, tokens: int, splits: int) -> int:
-    """Mirrors the layout at the top of prefill_short.cu."""
-    steps = -(-((k_tiles + 1) // 2) // splits)
-    return 2 * 16384 + _STAGES * (tokens * 128 + 16384 + 2 * tokens * 4) + steps * 32
+    """Of the short kernel; mirrors the layout at the top of prefill_short.cu."""
+    stages = 4 if tokens == 64 else 3
+    ring = stages * (tokens * 64 + _BLOCK_BYTES + tokens * 4 + 32) + -(-k_tiles // splits) * 8
+    return max(ring, splits * -(-tokens // splits) * 532 * 4)
 
 
 def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
@@ -87,7 +87,7 @@ def expand_args(
         weight, rotation.data_ptr(), index.data_ptr(), None if smoothing is None else smoothing.data_ptr(),
         inverse.data_ptr(), out.data_ptr(), per_cta,
     )  # fmt: skip
-    return args, -(-weight.n_tiles // EXPAND_TILES) * -(-weight.k_tiles // per_cta)
+    return args, -(-weight.n_tiles // BLOCK_TILES) * -(-weight.k_tiles // per_cta)
 
 
 def expand(
@@ -96,8 +96,9 @@ def expand(
 ) -> None:  # fmt: skip
     args, grid = expand_args(w, rotation, index, inverse, smoothing, out, config.expand_tiles)
     _expand_module(w.device).kernel("expand").launch(
-        args, grid=grid, threads=EXPAND_TILES * 32, cluster=1, shared_bytes=0, stream=_stream(w.device), overlap=True
-    )
+        args, grid=grid, threads=THREADS, cluster=1, shared_bytes=3 * (_BLOCK_BYTES + 32) + 8 * config.expand_tiles,
+        stream=_stream(w.device), overlap=True,
+    )  # fmt: skip
 
 
 def short_args(
@@ -111,14 +112,14 @@ def short_args(
         None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), rows, scale.stride(0), splits,
         0 if bias is None else DTYPES.index(bias.dtype),
     )  # fmt: skip
-    return args, splits * -(-rows // tokens) * -(-weight.n_tiles // SHORT_TILES), tokens
+    return args, splits * -(-rows // tokens) * -(-weight.n_tiles // BLOCK_TILES), tokens
 
 
 def short(q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: Tensor, config: PrefillConfig) -> None:
     args, grid, tokens = short_args(q, scale, w, bias, out, config.splits)
     _short_module(w.device, out.dtype, tokens).kernel("short_rows").launch(
-        args, grid=grid, threads=256, cluster=config.splits, shared_bytes=shared_bytes(args.w.k_tiles, tokens, config.splits),
-        stream=_stream(w.device), overlap=True,
+        args, grid=grid, threads=THREADS, cluster=config.splits,
+        shared_bytes=shared_bytes(args.w.k_tiles, tokens, config.splits), stream=_stream(w.device), overlap=True,
     )  # fmt: skip
 
 

@@ -9,19 +9,30 @@ follows, with one scale per row (`reference.prefill_int8_ref`). The number of ro
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from vllm_tilequant.kernels import prefill_cuda
+from vllm_tilequant.kernels import decode_weight, prefill_cuda
 from vllm_tilequant.kernels.capability import DTYPES, device_capability
 from vllm_tilequant.kernels.decode_weight import IDENTITY, DecodeWeight
-from vllm_tilequant.kernels.layout import PackedWeight, aligned_codes, hadamard_matrix
-from vllm_tilequant.kernels.reference import SMALLEST
+from vllm_tilequant.kernels.layout import (
+    PackedWeight,
+    aligned_codes,
+    expand_tiles,
+    hadamard_matrix,
+    pack,
+    to_device,
+    transform_stack,
+)
+from vllm_tilequant.kernels.reference import SMALLEST, linear_ref, requantize_ref
 from vllm_tilequant.kernels.tuning import PrefillConfig, prefill_config
-from vllm_tilequant.schema import TILE
+from vllm_tilequant.schema import TILE, Transform
+
+logger = logging.getLogger(__name__)
 
 PATHS = ("cuda", "triton")
 #: `token_smooth`: short and long by rows, as above; `group64`: the short kernel's arithmetic at every number of rows.
@@ -128,8 +139,43 @@ def compile_kernels(device: torch.device, dtype: torch.dtype, k: int, smooth: bo
 
 @functools.cache
 def device_path(device: torch.device) -> str:
-    """The faster path that runs on a device: `cuda` on Hopper, else `triton`."""
-    return "cuda" if prefill_cuda.unsupported_reason(device_capability(device)) is None else "triton"
+    """The faster path that runs on a device: `cuda` on Hopper, if it computes there what it should, else `triton`."""
+    if prefill_cuda.unsupported_reason(device_capability(device)) is not None:
+        return "triton"
+    if fault := self_check(device, "cuda"):
+        logger.error(
+            "prefill on %s: %s; the slower Triton path serves. Please report this with your GPU and driver", device, fault
+        )
+        return "triton"
+    return "cuda"
+
+
+def self_check(device: torch.device, path: str) -> str | None:
+    """Compute a small weight both ways and compare with the references: what is wrong, None if nothing.
+
+    These kernels are compiled on the user's machine for the user's driver, and a wrong one would only be seen as bad text.
+    """
+    g = torch.Generator().manual_seed(0)
+    n, k, rows, split = 576, 192, (9, 40), 2
+    bits = torch.tensor([2, 4, 6, 8], dtype=torch.uint8)[torch.randint(4, (n // TILE, k // TILE), generator=g)]
+    codes = torch.randint(256, (n, k), dtype=torch.uint8, generator=g) >> (8 - expand_tiles(bits))
+    packed = pack(codes, bits, torch.rand(bits.shape, generator=g) + 0.5, torch.arange(n // TILE, dtype=torch.uint8) % 2)
+    transforms = transform_stack([Transform(kind="identity"), Transform(kind="randomized_hadamard", seed=1)])
+    matrices = transforms[packed.output_transform.long()]
+    w = decode_weight.prepare(packed, transforms).to(device)
+    p = prepare(to_device(packed, device), w)
+    config = PrefillConfig(split, max(rows))
+    for m in rows:
+        x = torch.randn(m, k, generator=g)
+        got = prefill_linear(x.to(device), w, p, path=path, config=config).cpu().double()
+        wanted = linear_ref(x, packed, matrices, int8=True)
+        if not float((got - wanted).norm() / wanted.norm()) < 2.0**-19:
+            return f"the short kernel gives wrong results at {m} rows"
+    out = torch.empty(n, k, dtype=torch.int8, device=device)
+    _expand(w, p, out, path, config)
+    if not torch.equal(out.cpu(), requantize_ref(packed, matrices)[0]):
+        return "the expansion gives wrong codes"
+    return None
 
 
 def takes_short(rows: int, config: PrefillConfig, activation: str) -> bool:
@@ -172,15 +218,22 @@ def prefill_linear(
         return y
     codes = workspace(x.device, n, k)
     q, scale = portable.quantize_rows(x, p.unsmoothing)
-    if path == "cuda":
-        prefill_cuda.expand(w, p.rotation, p.index, p.inverse, p.smoothing, codes, config)
-    else:
-        portable.expand(w, p.rotation, p.index, p.inverse, p.smoothing, codes)
+    _expand(w, p, codes, path, config)
     if gemm is not None and out is None and x.dtype != torch.float32 and (bias is None or bias.dtype == x.dtype):
         return gemm(q, codes, scale, p.scale, bias, x.dtype)
     y = _output(x, n, out)
     portable.gemm(q, scale, codes, p.scale, bias, y)
     return y
+
+
+def _expand(w: DecodeWeight, p: PrefillWeight, out: Tensor, path: str, config: PrefillConfig) -> None:
+    """`requantize_ref`'s codes to out: [N, K] int8."""
+    if path == "cuda":
+        prefill_cuda.expand(w, p.rotation, p.index, p.inverse, p.smoothing, out, config)
+    else:
+        from vllm_tilequant.kernels import prefill_triton
+
+        prefill_triton.expand(w, p.rotation, p.index, p.inverse, p.smoothing, out)
 
 
 def check_inputs(x: Tensor, w: DecodeWeight, bias: Tensor | None) -> None:

@@ -1,5 +1,5 @@
 // Part of prefill_expand.cu and prefill_short.cu: the one reader of the decode form of a weight (`decode_weight.DecodeWeight`), and
-// how four plane words become signed codes. Who changes that form changes `tile_planes` here and `planes` in prefill_triton.py.
+// how four plane words become signed codes. Who changes that form changes `load_planes` here and `_codes` in prefill_triton.py.
 
 struct Weight {
     const u8* codes;     // units of 16 bytes: one channel of one tile and plane, 4 words
@@ -8,32 +8,41 @@ struct Weight {
     int n_tiles, k_tiles;
 };
 
-// Where a tile's planes lie: channel c of plane p is unit `first[p] + c * stride[p]`; stride 0 says that the tile lacks the plane.
-struct TilePlanes {
-    u32 first[4], stride[4];
-};
+// A block of 8 tiles at one input tile, in shared memory: [plane][64 channels][8 places] units. The tile of rank r among those that
+// have the plane stands at place r ^ twist(channel), so that a warp that reads 8 channels or 8 tiles at once meets every bank.
+constexpr int PLANE_BYTES = 8192, BLOCK_BYTES = 4 * PLANE_BYTES;
 
-// tile: of the block, 0 to 7; at: block * k_tiles + kt; meta: entry `at`
-__device__ __forceinline__ TilePlanes tile_planes(uint2 meta, u32 at, int tile) {
-    TilePlanes p;
-    p.first[0] = at * 1024 + tile;
-    p.first[1] = p.first[0] + 512;
-    p.stride[0] = p.stride[1] = 8;
-    const u32 has2 = meta.y & 255, has3 = meta.y >> 8 & 255, before = (1u << tile) - 1;
-    p.first[2] = meta.x + __popc(has2 & before);
-    p.stride[2] = has2 >> tile & 1 ? __popc(has2) : 0;
-    p.first[3] = meta.x + 64 * __popc(has2) + __popc(has3 & before);
-    p.stride[3] = has3 >> tile & 1 ? __popc(has3) : 0;
-    return p;
+__device__ __forceinline__ u32 twist(u32 channel) { return (channel & 1) | (channel >> 3 & 3) << 1; }
+
+// at: block * k_tiles + kt; meta: entry `at`. Every one of THREADS threads copies its share; planes that nobody has are left out.
+template <int THREADS>
+__device__ __forceinline__ void load_planes(const u8* codes, uint2 meta, u32 at, u32 to) {
+    const u32 rank = threadIdx.x & 7, channel = threadIdx.x >> 3;
+    const u32 count2 = __popc(meta.y & 255), count3 = __popc(meta.y >> 8 & 255);
+    const u32 first[4] = {at * 1024, at * 1024 + 512, meta.x, meta.x + 64 * count2};
+    const u32 count[4] = {8, 8, count2, count3};
+    static_assert(THREADS / 8 % 32 == 0);  // channels of a thread have one twist
+    to += channel * 128 + (rank ^ twist(channel)) * 16;
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+        if (rank >= count[p]) continue;
+        const u8* from = codes + (u64)(first[p] + channel * count[p] + rank) * 16;
+#pragma unroll
+        for (int i = 0; i < 64 / (THREADS / 8); ++i) copy16(to + p * PLANE_BYTES + i * (THREADS / 8) * 128, from + (u64)i * (THREADS / 8) * count[p] * 16, 16);
+    }
 }
+
+// Rank of a tile among those with plane 2 or 3, or -1 where it lacks the plane.
+__device__ __forceinline__ int rank_in(u32 tiles, int tile) { return tiles >> tile & 1 ? __popc(tiles & ((1u << tile) - 1)) : -1; }
 
 // The top bit of every code, flipped, makes the unsigned 8-bit-aligned code a the signed a - 128.
 constexpr u32 SIGN = 0xaaaaaaaau;
 
 // Bytes of 4 fields (two bits of outputs j = 0..3 each) of four planes -> for every j a word with the whole code in each byte.
-// p0 comes with SIGN flipped. WIDE 0: planes 2 and 3 are absent.
+// WIDE 0: planes 2 and 3 are absent.
 template <bool WIDE>
 __device__ __forceinline__ void codes_of(u32 p0, u32 p1, u32 p2, u32 p3, u32 (&out)[4]) {
+    p0 ^= SIGN;
     const u32 odd = p0 & 0xccccccccu | p1 >> 2 & 0x33333333u;    // nibbles: j = 1, j = 3
     const u32 even = p0 << 2 & 0xccccccccu | p1 & 0x33333333u;   // j = 0, j = 2
     if constexpr (WIDE) {

@@ -1,11 +1,13 @@
 // Mid-size batches: y = x W^T for some rows, the weight expanded inside. Compiled by NVRTC for compute capability 9.0.
 //
-// A CTA of two warpgroups owns 128 outputs (one tile a warpgroup) and TOKENS rows, and walks over its input tiles two at a time:
-// plane words and INT8 rows arrive in a ring (cp.async); the warps transpose and merge the words of step s + 1 into INT8 codes
-// in shared memory while the matrix units (wgmma, rows of 128 bytes) multiply step s. The integer sums of each 64 inputs are
-// scaled by row and tile and added in float32, tiles in ascending order. The CTAs of a cluster split the input tiles and send their
-// sums to the one that finishes a row: adds them in ascending order, rotates the outputs back, adds the bias, rounds once.
-// Inputs of a tile stand in the order that `prefill_triton.quantize` writes: position 4q + i holds input q + 16 i.
+// A CTA of two warpgroups owns a block of 512 outputs and TOKENS rows, and walks over its input tiles. Plane words and INT8 rows
+// arrive in a ring (cp.async). A lane takes word 8 w + g of the block (w its warp in the group) for the 16 inputs of its quads,
+// transposes bytes, and merges planes: what comes out is, with outputs and inputs suitably numbered, the A operand of the matrix unit
+// (wgmma) as a lane has to hold it, so that codes never pass through memory. A warpgroup takes two of the four bytes of each word.
+// The integer sums of 64 inputs are scaled by row and tile and added in float32, tiles in ascending order. The CTAs of a cluster
+// split the input tiles and send their sums to the one that finishes a row: it adds them in ascending order, rotates the outputs
+// back, adds the bias, rounds once.
+// Inputs of a tile stand in the order that `prefill_triton.quantize_groups` writes: `load_shared` offsets below are its inverse.
 //
 // Set by the compiler's command line: XTYPE (of y: 0 bf16, 1 fp16, 2 float32), TOKENS (16, 32, 64).
 
@@ -16,7 +18,7 @@
 struct Args {
     Weight w;
     const u8* x;         // [rows, k_tiles * 64] int8, in the order above
-    const float* scale;  // [k_tiles, scale_stride] of rows
+    const float* scale;  // [k_tiles, scale_stride] of rows, padded to 64
     const u8* transform; // [n_tiles] row of `table`, 255 for the identity
     const u8* table;     // [., 64]: bits 0-5 permutation, 6 left sign, 7 right sign
     const void* bias;    // [n_tiles * 64] or null
@@ -25,15 +27,11 @@ struct Args {
     int rows, scale_stride, splits, bias_type;
 };
 
-constexpr int STAGES = 3, THREADS = 256;
-constexpr int CODE_BYTES = 2 * 64 * 128;         // [2 tiles][64 outputs][128 inputs], 128-byte swizzle
-constexpr int X_BYTES = TOKENS * 128;            // [TOKENS][128 inputs], 128-byte swizzle
-constexpr int RAW_BYTES = 4 * 2 * 2 * 64 * 16;   // [plane][input tile][tile][64 channels][4 words]
-constexpr int SCALE_BYTES = 2 * TOKENS * 4;      // [input tile][TOKENS]
-constexpr int RECEIVED = 132;                    // floats of a received row: 128 and a shift of banks
-constexpr int X_AT = 2 * CODE_BYTES, RAW_AT = X_AT + STAGES * X_BYTES, SCALE_AT = RAW_AT + STAGES * RAW_BYTES;
-constexpr int LIST_AT = SCALE_AT + STAGES * SCALE_BYTES;  // [steps * 2] uint4: meta, and the factors of two tiles
-static_assert(TOKENS * RECEIVED * 4 <= LIST_AT);
+constexpr int STAGES = TOKENS == 64 ? 4 : 3, THREADS = 256;
+constexpr int X_BYTES = TOKENS * 64;                        // [TOKENS][64 inputs], 64-byte swizzle
+constexpr int RECEIVED = 532;                               // floats of a received row: [16 outputs of a word][33], and a shift of banks
+constexpr int RAW_AT = STAGES * X_BYTES, SCALE_AT = RAW_AT + STAGES * BLOCK_BYTES;
+constexpr int FACTOR_AT = SCALE_AT + STAGES * TOKENS * 4, RING_BYTES = FACTOR_AT + STAGES * 32;  // then the sums, or meta
 
 #if XTYPE == 2
 typedef float Output;
@@ -43,82 +41,59 @@ typedef u16 Output;
 __device__ __forceinline__ u16 rounded(float f) { return to_half(f, XTYPE); }
 #endif
 
-// Planes of two input tiles and two output tiles, one step: 16 bytes per thread and plane.
-__device__ __forceinline__ void load_planes(const Weight& w, const uint4* list, u32 raw, int kt, int block, int pair, int missing) {
-    const int tile = threadIdx.x & 1, channel = threadIdx.x >> 1 & 63, half = threadIdx.x >> 7;
-    const bool there = kt + half < w.k_tiles && !(tile && missing);
-    const uint4 entry = list[half];
-    const TilePlanes planes = tile_planes(make_uint2(entry.x, entry.y), block * w.k_tiles + kt + half, 2 * pair + tile);
-    const u32 to = raw + (half * 2 + tile) * 1024 + channel * 16;
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-        const bool wanted = there && planes.stride[p];
-        const u64 unit = wanted ? planes.first[p] + channel * planes.stride[p] : 0;
-        copy16(to + p * 4096, w.codes + unit * 16, wanted ? 16 : 0);
+__device__ __forceinline__ void load_rows(const Args& args, u32 base, int slot, int kt, int first_row) {
+    const int row = threadIdx.x >> 2, chunk = threadIdx.x & 3;
+    if (threadIdx.x < TOKENS * 4) {
+        const bool wanted = first_row + row < args.rows;
+        const u8* from = args.x + (wanted ? (first_row + row) * (long long)args.w.k_tiles * 64 + kt * 64 + chunk * 16 : 0);
+        copy16(base + slot * X_BYTES + row * 64 + ((chunk ^ row >> 1 & 3) << 4), from, wanted ? 16 : 0);
     }
+    if (threadIdx.x < TOKENS / 4)
+        copy16(base + SCALE_AT + slot * TOKENS * 4 + threadIdx.x * 16, args.scale + (long long)kt * args.scale_stride + first_row + threadIdx.x * 4, 16);
 }
 
-__device__ __forceinline__ void load_rows(const Args& args, u32 x, u32 scale, int kt, int first_row) {
-    const long long k = (long long)args.w.k_tiles * 64;
-#pragma unroll
-    for (int i = threadIdx.x; i < TOKENS * 8; i += THREADS) {
-        const int row = i >> 3, chunk = i & 7;
-        const bool wanted = first_row + row < args.rows && kt + (chunk >> 2) < args.w.k_tiles;
-        const u8* from = wanted ? args.x + (first_row + row) * k + kt * 64 + chunk * 16 : args.x;
-        copy16(x + row * 128 + ((chunk ^ row & 7) << 4), from, wanted ? 16 : 0);
-    }
-    if (threadIdx.x < 2 * TOKENS) {
-        const int row = threadIdx.x % TOKENS, half = threadIdx.x / TOKENS;
-        const bool wanted = first_row + row < args.rows && kt + half < args.w.k_tiles;
-        const float* from = wanted ? args.scale + (long long)(kt + half) * args.scale_stride + first_row + row : args.scale;
-        copy4(scale + threadIdx.x * 4, from, wanted ? 4 : 0);
-    }
+__device__ __forceinline__ void load_weight(const Args& args, u32 base, const uint2* meta, int slot, int kt, int block) {
+    const u32 at = block * args.w.k_tiles + kt;
+    load_planes<THREADS>(args.w.codes, *meta, at, base + RAW_AT + slot * BLOCK_BYTES);
+    if (threadIdx.x < 2) copy16(base + FACTOR_AT + slot * 32 + threadIdx.x * 16, args.w.factor + (long long)at * 8 + threadIdx.x * 4, 16);
 }
 
-// Words of one step -> codes of a tile. A lane takes four channels (q + 16 i of one input tile) and 16 outputs: word `word` of each.
-__device__ __forceinline__ void expand(u32 raw, u32 codes, bool wide, int tile, int task, int lane) {
-    const int q = lane & 15, half = lane >> 4, word = (task + (lane >> 3)) & 3;
-    const u32 from = raw + (half * 2 + tile) * 1024 + q * 16 + word * 4;
-    u32 bytes[4][4];  // plane, byte of the words: four channels
+// Words of one input tile -> codes of the group's two bytes: [byte][inputs u][output j of the byte]. `from`: of planes 0 and 1 at even
+// and odd inputs; `from2`, `from3` of the others.
+template <bool WIDE>
+__device__ __forceinline__ void expand(const u32 (&from)[2], const u32 (&from2)[2], const u32 (&from3)[2], bool has2, bool has3, u32 select, u32 (&code)[2][4][4]) {
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-        if (p >= 2 && !wide) break;
-        u32 w[4];
+    for (int u = 0; u < 4; ++u) {
+        const int offset = (4 * (u & 1) + 32 * (u >> 1)) * 128;
+        u32 bytes[4][2] = {};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) w[i] = load_shared(from + p * 4096 + i * 256);
-        const u32 a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
-        const u32 c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
-        bytes[p][0] = __byte_perm(a, b, 0x5410);
-        bytes[p][1] = __byte_perm(a, b, 0x7632);
-        bytes[p][2] = __byte_perm(c, d, 0x5410);
-        bytes[p][3] = __byte_perm(c, d, 0x7632);
-    }
-    const u32 chunk = half * 4 + (q >> 2), to = codes + tile * 8192 + word * 2048 + (q & 3) * 4;
+        for (int p = 0; p < (WIDE ? 4 : 2); ++p) {
+            u32 w[4];
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-        u32 code[4];
-        if (wide)
-            codes_of<true>(bytes[0][t] ^ SIGN, bytes[1][t], bytes[2][t], bytes[3][t], code);
-        else
-            codes_of<false>(bytes[0][t] ^ SIGN, bytes[1][t], 0, 0, code);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int row = 4 * t + j;  // of the word's 16 outputs
-            store_shared(to + row * 128 + ((chunk ^ row & 7) << 4), code[j]);
+            for (int i = 0; i < 4; ++i) {
+                const u32 at = (p < 2 ? from[i & 1] + p * PLANE_BYTES : p == 2 ? from2[i & 1] : from3[i & 1]) + offset + (i & 2) * 128;
+                w[i] = p < 2 || (p == 2 ? has2 : has3) ? load_shared(at) : 0;
+            }
+            const u32 a = __byte_perm(w[0], w[1], select), b = __byte_perm(w[2], w[3], select);
+            bytes[p][0] = __byte_perm(a, b, 0x5410);
+            bytes[p][1] = __byte_perm(a, b, 0x7632);
         }
+#pragma unroll
+        for (int byte = 0; byte < 2; ++byte) codes_of<WIDE>(bytes[0][byte], bytes[1][byte], bytes[2][byte], bytes[3][byte], code[byte][u]);
     }
 }
 
-__device__ __forceinline__ void scale_sums(float (&total)[TOKENS / 2], const int (&sums)[TOKENS / 2], const float* scale, float factor, int t) {
+__device__ __forceinline__ void multiply(int (&sums)[TOKENS / 2], const u32 (&code)[4][4], int j, u64 x) {
+    wgmma_fence();
+    wgmma_s8<TOKENS, 0>(sums, code[0][j], code[0][j + 1], code[1][j], code[1][j + 1], x);
+    wgmma_s8<TOKENS, 1>(sums, code[2][j], code[2][j + 1], code[3][j], code[3][j + 1], x + (32 >> 4));
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void add_sums(float (&total)[TOKENS / 2], int (&sums)[TOKENS / 2], const float (&scale)[TOKENS / 4]) {
+    wgmma_arrived(sums);
 #pragma unroll
-    for (int j = 0; j < TOKENS / 8; ++j) {
-        const float2 s = *(const float2*)(scale + 8 * j + 2 * t);
-        const float left = s.x * factor, right = s.y * factor;
-        total[4 * j] = fmaf((float)sums[4 * j], left, total[4 * j]);
-        total[4 * j + 1] = fmaf((float)sums[4 * j + 1], right, total[4 * j + 1]);
-        total[4 * j + 2] = fmaf((float)sums[4 * j + 2], left, total[4 * j + 2]);
-        total[4 * j + 3] = fmaf((float)sums[4 * j + 3], right, total[4 * j + 3]);
-    }
+    for (int i = 0; i < TOKENS / 2; ++i) total[i] = fmaf((float)sums[i], scale[(i >> 2) * 2 + (i & 1)], total[i]);
 }
 
 // One row of one tile by a warp: lane holds sums of outputs `lane` and `lane + 32`.
@@ -157,102 +132,124 @@ __device__ __forceinline__ void finish_row(const Args& args, float lo, float hi,
     y[n + 32] = rounded(hi);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) short_rows(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, TOKENS == 16 ? 2 : 1) short_rows(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) u8 shared[];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = warp >> 2, g = lane >> 2, t = lane & 3;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = warp >> 2, w = warp & 3, g = lane >> 2, t = lane & 3;
     const int splits = args.splits, split = blockIdx.x % splits, row_blocks = (args.rows + TOKENS - 1) / TOKENS;
-    const int first_row = blockIdx.x / splits % row_blocks * TOKENS, part = blockIdx.x / splits / row_blocks;
-    const int block = part >> 2, pair = part & 3, missing = 2 * part + 1 >= args.w.n_tiles;
-    const int all_steps = (args.w.k_tiles + 1) >> 1, per_split = (all_steps + splits - 1) / splits;
-    const int begin = min(split * per_split, all_steps), steps = min(begin + per_split, all_steps) - begin;
+    const int first_row = blockIdx.x / splits % row_blocks * TOKENS, block = blockIdx.x / splits / row_blocks;
+    const int per_split = (args.w.k_tiles + splits - 1) / splits, begin = min(split * per_split, args.w.k_tiles);
+    const int steps = min(begin + per_split, args.w.k_tiles) - begin;
 
     const u32 base = shared_address(shared);
-    uint4* list = (uint4*)(shared + LIST_AT);
-    for (int i = threadIdx.x; i < 2 * steps; i += THREADS) {
-        const int kt = 2 * begin + i;
-        uint4 entry = make_uint4(0, 0, 0, 0);
-        if (kt < args.w.k_tiles) {
-            const int at = block * args.w.k_tiles + kt;
-            const uint2 meta = args.w.meta[at];
-            const float2 factors = *(const float2*)(args.w.factor + (long long)at * 8 + 2 * pair);
-            entry = make_uint4(meta.x, meta.y, __float_as_uint(2 * factors.x), __float_as_uint(2 * factors.y));
-        }
-        list[i] = entry;
-    }
+    uint2* meta = (uint2*)(shared + RING_BYTES);
+    for (int i = threadIdx.x; i < steps; i += THREADS) meta[i] = args.w.meta[block * args.w.k_tiles + begin + i];
     __syncthreads();
     // the weight may be read before the rows are there
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s)
-        if (s < steps) load_planes(args.w, list + 2 * s, base + RAW_AT + s * RAW_BYTES, 2 * (begin + s), block, pair, missing);
+        if (s < steps) load_weight(args, base, meta + s, s, begin + s, block);
     wait_for_inputs();
     let_next_start();
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
-        if (s < steps) load_rows(args, base + X_AT + s * X_BYTES, base + SCALE_AT + s * SCALE_BYTES, 2 * (begin + s), first_row);
-        copy_commit();  // the planes of both go with the first: it waits for a little more than it needs
+        if (s < steps) load_rows(args, base, s, begin + s, first_row);
+        copy_commit();  // the weight of all these steps goes with the first
     }
 
-    float total[TOKENS / 2];
+    // this lane: word 8 w + g of the block, inputs 8 t + i + 4 (u & 1) + 32 (u >> 1), i = 0..3, of quad u
+    const int tile = 2 * w + (g >> 2);
+    const u32 select = group ? 0x7362 : 0x5140, own = RAW_AT + base + 8 * t * 128 + (g & 3) * 4;
+    const u32 turn[2] = {twist(8 * t), twist(8 * t + 1)};
+    const u32 odd = 128;  // of input i = 1
+    const u32 from[2] = {own + (tile ^ turn[0]) * 16, own + odd + (tile ^ turn[1]) * 16};
+    float total[4][TOKENS / 2];  // rows of a product: outputs 16 g + 4 (2 group + (m >> 1)) + 2 (m & 1) (+ 1) of the warp's 128
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) total[i] = 0;
-    auto is_wide = [&](int s) { return (list[2 * s].y | list[2 * s + 1].y) >> (2 * pair + group) & 1; };
-    if (steps > 0) {
-        copy_wait<STAGES - 2>();
-        __syncthreads();
-        expand(base + RAW_AT, base, is_wide(0), group, warp & 3, lane);
-        fence_shared_for_wgmma();
-        __syncthreads();
-    }
+    for (int m = 0; m < 4; ++m)
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) total[m][i] = 0;
+
     int slot = 0;
 #pragma unroll 1
     for (int s = 0; s < steps; ++s) {
-        int first[TOKENS / 2], second[TOKENS / 2];
-        const u32 codes = base + (s & 1) * CODE_BYTES + group * 8192, x = base + X_AT + slot * X_BYTES;
-        wgmma_fence();
-        wgmma_s8<TOKENS, 0>(first, matrix_128(codes), matrix_128(x));
-        wgmma_s8<TOKENS, 1>(first, matrix_128(codes + 32), matrix_128(x + 32));
-        wgmma_commit();
-        wgmma_s8<TOKENS, 0>(second, matrix_128(codes + 64), matrix_128(x + 64));
-        wgmma_s8<TOKENS, 1>(second, matrix_128(codes + 96), matrix_128(x + 96));
-        wgmma_commit();
-        // everybody is through with step s - 1, whose place in the ring is the next to be filled
-        const int ahead = s + STAGES - 1, to = slot == 0 ? STAGES - 1 : slot - 1, next = slot == STAGES - 1 ? 0 : slot + 1;
+        copy_wait<STAGES - 2>();
+        fence_shared_for_wgmma();
+        __syncthreads();  // step s is there, and everybody is through with step s - 1, whose place is the next to be filled
+        const int ahead = s + STAGES - 1, to = slot == 0 ? STAGES - 1 : slot - 1;
         if (ahead < steps) {
-            load_planes(args.w, list + 2 * ahead, base + RAW_AT + to * RAW_BYTES, 2 * (begin + ahead), block, pair, missing);
-            load_rows(args, base + X_AT + to * X_BYTES, base + SCALE_AT + to * SCALE_BYTES, 2 * (begin + ahead), first_row);
+            load_weight(args, base, meta + ahead, to, begin + ahead, block);
+            load_rows(args, base, to, begin + ahead, first_row);
         }
         copy_commit();
-        copy_wait<STAGES - 2>();
-        __syncthreads();
-        if (s + 1 < steps) expand(base + RAW_AT + next * RAW_BYTES, base + ((s + 1) & 1) * CODE_BYTES, is_wide(s + 1), group, warp & 3, lane);
-        const float* scale = (const float*)(shared + SCALE_AT + slot * SCALE_BYTES);
-        const float* factor = (const float*)(list + 2 * s) + 2 + group;
-        wgmma_wait<1>();
-        wgmma_arrived(first);
-        scale_sums(total, first, scale, factor[0], t);
-        wgmma_wait<0>();
-        wgmma_arrived(second);
-        scale_sums(total, second, scale + TOKENS, factor[4], t);
-        fence_shared_for_wgmma();
-        __syncthreads();
-        slot = next;
+
+        u32 code[2][4][4];
+        const u32 raw = slot * BLOCK_BYTES, masks = meta[s].y, pair = 3u << 2 * w;
+        const u32 here[2] = {from[0] + raw, from[1] + raw};
+        if ((masks | masks >> 8) & pair) {
+            const int rank2 = rank_in(masks & 255, tile), rank3 = rank_in(masks >> 8 & 255, tile);
+            const u32 at2 = own + raw + 2 * PLANE_BYTES, at3 = own + raw + 3 * PLANE_BYTES;
+            const u32 from2[2] = {at2 + (rank2 ^ turn[0]) * 16, at2 + odd + (rank2 ^ turn[1]) * 16};
+            const u32 from3[2] = {at3 + (rank3 ^ turn[0]) * 16, at3 + odd + (rank3 ^ turn[1]) * 16};
+            expand<true>(here, from2, from3, rank2 >= 0, rank3 >= 0, select, code);
+        } else {
+            expand<false>(here, here, here, false, false, select, code);
+        }
+        float scale[TOKENS / 4];  // of this lane's rows, times the tile's
+        const float factor = 2 * ((const float*)(shared + FACTOR_AT + slot * 32))[tile];
+        const float* scales = (const float*)(shared + SCALE_AT + slot * TOKENS * 4) + 2 * t;
+#pragma unroll
+        for (int i = 0; i < TOKENS / 8; ++i) {
+            const float2 two = *(const float2*)(scales + 8 * i);
+            scale[2 * i] = two.x * factor;
+            scale[2 * i + 1] = two.y * factor;
+        }
+        const u64 x = matrix_64(base + slot * X_BYTES);
+        if constexpr (TOKENS == 64) {
+            int sums[TOKENS / 2];
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                multiply(sums, code[m >> 1], 2 * (m & 1), x);
+                wgmma_wait<0>();
+                add_sums(total[m], sums, scale);
+            }
+        } else {
+            int sums[4][TOKENS / 2];
+#pragma unroll
+            for (int m = 0; m < 4; ++m) multiply(sums[m], code[m >> 1], 2 * (m & 1), x);
+            wgmma_wait<3>();
+            add_sums(total[0], sums[0], scale);
+            wgmma_wait<2>();
+            add_sums(total[1], sums[1], scale);
+            wgmma_wait<1>();
+            add_sums(total[2], sums[2], scale);
+            wgmma_wait<0>();
+            add_sums(total[3], sums[3], scale);
+        }
+        slot = slot == STAGES - 1 ? 0 : slot + 1;
     }
 
-    // rows of this CTA's share: [splits][rows_here][RECEIVED] float32 over the ring, which nobody in the cluster needs any more
-    const int rows_here = TOKENS / splits;
+    // sums of this CTA's share of the rows: [splits][rows_here][RECEIVED] float32 over the ring, which nobody needs any more
+    const int rows_here = (TOKENS + splits - 1) / splits;
     if (splits > 1) {
         cluster_arrive();
         cluster_wait();
+    } else {
+        __syncthreads();
     }
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) {
-        const int row = 8 * (i >> 2) + 2 * t + (i & 1), n = group * 64 + (warp & 3) * 16 + g + (i >> 1 & 1) * 8;
-        const u32 at = base + ((split * rows_here + row % rows_here) * RECEIVED + n) * 4;
-        if (splits > 1)
-            store_cluster(address_in(at, row / rows_here), total[i]);
-        else
-            *(float*)(shared + (at - base)) = total[i];
-    }
+    for (int i = 0; i < TOKENS / 8; ++i)
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            const int row = 8 * i + 2 * t + side, owner = row / rows_here;
+            const u32 at = base + ((split * rows_here + row - owner * rows_here) * RECEIVED + 8 * w + g) * 4;
+            const u32 there = splits > 1 ? address_in(at, owner) : at;
+#pragma unroll
+            for (int m = 0; m < 4; ++m)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int output = 4 * (2 * group + (m >> 1)) + 2 * (m & 1) + h;  // of the word's 16
+                    store_cluster(there + output * 33 * 4, total[m][4 * i + 2 * h + side]);
+                }
+        }
     if (splits > 1) {
         cluster_arrive();
         cluster_wait();
@@ -261,16 +258,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) short_rows(const __grid
     }
     const float* received = (const float*)shared;
 #pragma unroll 1
-    for (int task = warp; task < 2 * rows_here; task += THREADS / 32) {
-        const int tile = task & 1, row = task >> 1, nt = 2 * part + tile;
-        const long long to = first_row + split * rows_here + row;
-        if (nt >= args.w.n_tiles || to >= args.rows) continue;
+    for (int task = warp; task < 8 * rows_here; task += THREADS / 32) {
+        const int row = task >> 3, nt = 8 * block + (task & 7), in_block = split * rows_here + row;
+        if (nt >= args.w.n_tiles || in_block >= TOKENS || first_row + in_block >= args.rows) continue;
         float lo = 0, hi = 0;
         for (int s = 0; s < splits; ++s) {
-            const float* from = received + (s * rows_here + row) * RECEIVED + tile * 64 + lane;
-            lo += from[0];
-            hi += from[32];
+            const float* part = received + (s * rows_here + row) * RECEIVED + (lane & 15) * 33 + 4 * (task & 7) + (lane >> 4);
+            lo += part[0];
+            hi += part[2];
         }
-        finish_row(args, lo, hi, nt, to, lane);
+        finish_row(args, lo, hi, nt, first_row + in_block, lane);
     }
 }

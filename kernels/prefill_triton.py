@@ -1,6 +1,7 @@
 """Triton kernels of the prefill: INT8 rows, and the portable forms of what `prefill_*.cu` does faster on Hopper.
 
-Rows quantised per 64 inputs are stored in the order that expanding wants: place 4q + i of an input tile holds input q + 16 i.
+Rows quantised per 64 inputs are stored in the order that expanding wants: place 16u + 4t + i of an input tile holds input
+8t + i + 4 (u % 2) + 32 (u // 2), t and i below 4.
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ def quantize_rows(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor
     m, k = x.shape
     q = torch.empty(m, k, dtype=torch.int8, device=x.device)
     scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(k)
-    _quantize_rows[(m,)](
-        x, x if unsmoothing is None else unsmoothing, q, scale, x.stride(0), k,
-        BLOCK=block, SMOOTH=unsmoothing is not None, FUSED=x.device.type == "cuda", num_warps=max(1, min(16, block // 512)),
+    rows, chunk, warps = row_blocks(m)
+    _quantize_rows[(-(-m // rows),)](
+        x, x if unsmoothing is None else unsmoothing, q, scale, m, x.stride(0), k,
+        ROWS=rows, CHUNK=chunk, SMOOTH=unsmoothing is not None, FUSED=x.device.type == "cuda", num_warps=warps,
     )  # fmt: skip
     return q, scale
+
+
+def row_blocks(m: int) -> tuple[int, int, int]:
+    """Rows and inputs of a block of `quantize_rows`, and warps: more rows share what is read of the smoothing."""
+    return (1, 4096, 8) if m <= 1024 else (4, 1024, 8)
 
 
 def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor) -> None:
@@ -76,6 +82,12 @@ def short(q: Tensor, scale: Tensor, w: DecodeWeight, rotation: Tensor, index: Te
 
 
 @triton.jit
+def _input_at(place):
+    """The input at a place of an input tile's row."""
+    return place // 4 % 4 * 8 + place % 4 + place // 16 % 2 * 4 + place // 32 * 32
+
+
+@triton.jit
 def _round(x):
     """Nearest whole number, ties to even, for |x| < 2^22."""
     return (x + 12582912.0) - 12582912.0
@@ -95,7 +107,7 @@ def _quantize_groups(x_ptr, q_ptr, scale_ptr, x_stride, scale_stride, k_tiles, G
     m = tl.program_id(0).to(tl.int64)
     kt = tl.program_id(1) * G + tl.arange(0, G)
     at = tl.arange(0, 64)
-    inputs = at // 4 + at % 4 * 16
+    inputs = _input_at(at)
     inside = (kt < k_tiles)[:, None]
     x = tl.load(x_ptr + m * x_stride + kt[:, None] * 64 + inputs[None, :], mask=inside, other=0.0).to(tl.float32)  # [G, 64]
     scale = tl.math.div_rn(tl.max(tl.abs(x), 1), tl.full([G], 127.0, tl.float32))
@@ -106,20 +118,34 @@ def _quantize_groups(x_ptr, q_ptr, scale_ptr, x_stride, scale_stride, k_tiles, G
     tl.store(scale_ptr + kt.to(tl.int64) * scale_stride + m, scale, mask=kt < k_tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _quantize_rows(
-    x_ptr, unsmoothing_ptr, q_ptr, scale_ptr, x_stride, k, BLOCK: tl.constexpr, SMOOTH: tl.constexpr, FUSED: tl.constexpr
-):
-    m = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + m * x_stride + c, mask=c < k, other=0.0).to(tl.float32)
-    if SMOOTH:
-        x = x * tl.load(unsmoothing_ptr + c, mask=c < k, other=0.0)
-    size = tl.maximum(tl.max(tl.abs(x), 0), _SMALLEST) + tl.sum(x * 0.0, 0)
-    q = _round_product(x, tl.zeros([BLOCK], tl.float32) + tl.math.div_rn(127.0, size), FUSED)
-    q = tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
-    tl.store(q_ptr + m * k + c, q, mask=c < k)
-    tl.store(scale_ptr + m, tl.math.div_rn(size, 127.0))
+    x_ptr, unsmoothing_ptr, q_ptr, scale_ptr, m, x_stride, k,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, SMOOTH: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.where(rows < m, rows, 0)[:, None]
+    c = tl.arange(0, CHUNK)[None, :]
+    largest = tl.zeros([ROWS], tl.int32)
+    k0 = 0
+    while k0 < k:  # the bits of magnitudes compare as whole numbers, those of NaN above all
+        x = tl.load(x_ptr + row * x_stride + k0 + c, mask=k0 + c < k, other=0.0).to(tl.float32)  # [ROWS, CHUNK]
+        if SMOOTH:
+            x = x * tl.load(unsmoothing_ptr + k0 + c, mask=k0 + c < k, other=0.0)
+        largest = tl.maximum(largest, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
+        k0 += CHUNK
+    size = largest.to(tl.float32, bitcast=True)
+    size = tl.where(size < _SMALLEST, _SMALLEST, size)
+    unit = tl.math.div_rn(tl.full([ROWS], 127.0, tl.float32), size)
+    k0 = 0
+    while k0 < k:
+        x = tl.load(x_ptr + row * x_stride + k0 + c, mask=k0 + c < k, other=0.0).to(tl.float32)
+        if SMOOTH:
+            x = x * tl.load(unsmoothing_ptr + k0 + c, mask=k0 + c < k, other=0.0)
+        q = _round_product(x, tl.broadcast_to(unit[:, None], [ROWS, CHUNK]), FUSED).to(tl.int8)
+        tl.store(q_ptr + rows[:, None] * k + k0 + c, q, mask=(rows < m)[:, None] & (k0 + c < k))
+        k0 += CHUNK
+    tl.store(scale_ptr + rows, tl.math.div_rn(size, tl.full([ROWS], 127.0, tl.float32)), mask=rows < m)
 
 
 @triton.jit
@@ -224,7 +250,7 @@ def _short(
     n = tl.arange(0, 64)
     inside = rows < m
     row = rows.to(tl.int64)
-    channels = n // 4 + n % 4 * 16  # the order of q
+    channels = _input_at(n)
     acc = tl.zeros([BM, 64], tl.float32)
     kt = 0
     while kt < k_tiles:

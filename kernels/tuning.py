@@ -70,7 +70,7 @@ def gpu_key(name: str) -> str:
 class PrefillConfig:
     """How the prefill serves one weight shape.
 
-    splits: CTAs of a cluster that share the input tiles in the short kernel; a power of two up to 16
+    splits: CTAs of a cluster that share the input tiles in the short kernel, up to 16
     short_rows: rows up to which the short kernel is used, the expansion and one whole product beyond
     expand_tiles: input tiles of one CTA of the expansion
     """
@@ -80,8 +80,8 @@ class PrefillConfig:
     expand_tiles: int = 8
 
     def __post_init__(self) -> None:
-        if self.splits not in (1, 2, 4, 8, 16) or self.expand_tiles < 1 or self.short_rows < 0:
-            raise ValueError(f"{self}: wanted splits 1, 2, 4, 8 or 16, expand_tiles >= 1, short_rows >= 0")
+        if not 1 <= self.splits <= 16 or self.expand_tiles < 1 or self.short_rows < 0:
+            raise ValueError(f"{self}: wanted splits 1 to 16, expand_tiles >= 1, short_rows >= 0")
 
 
 @functools.cache
@@ -118,12 +118,16 @@ def tuned_prefill(gpu: str) -> dict[tuple[int, int], PrefillConfig]:
 
 
 def default_prefill_config(n: int, k: int, multiprocessors: int) -> PrefillConfig:
-    """The documented default: as few splits as give every multiprocessor a CTA of 128 outputs, two input tiles to a step and at
-    least two steps to a CTA, at most 8 (the portable cluster)."""
-    splits = 1
-    while splits < 8 and -(-n // 128) * splits < multiprocessors and k >= 128 * 4 * splits:
-        splits *= 2
-    return PrefillConfig(splits)
+    """The documented default: of 1 to 8 splits (the portable cluster) those that leave the fewest multiprocessors idle in the
+    last wave of CTAs of 512 outputs, the fewest of equals, with two input tiles to a CTA at least."""
+    blocks = -(-n // 512)
+
+    def busy(splits: int) -> float:
+        waves = blocks * splits / multiprocessors
+        return waves / -(-waves // 1)
+
+    legal = [s for s in range(1, 9) if s == 1 or k // 64 >= 2 * s]
+    return PrefillConfig(max(legal, key=lambda s: (round(busy(s), 2), -s)))
 
 
 @functools.cache

@@ -90,8 +90,7 @@ def test_rows_are_quantised_as_the_references_say():
     assert torch.equal(q, wanted) and torch.equal(scale[:, 0], unit)
     q, scale = prefill_triton.quantize_groups(x)
     wanted, unit = reference.activation_int8_ref(x)
-    at = torch.arange(64)
-    order = at // 4 + at % 4 * 16
+    order = [8 * t + i + 4 * (u % 2) + 32 * (u // 2) for u in range(4) for t in range(4) for i in range(4)]
     assert torch.equal(q.view(5, -1, 64), wanted.view(5, -1, 64)[..., order])
     assert torch.equal(scale[:, :5].T, unit)
 
@@ -112,6 +111,29 @@ def nan_stays_in_its_row(device, path):
         y = prefill_int8.prefill_linear(x, w, p, **kwargs)
         assert bool(y[3].isnan().all())
         assert torch.equal(torch.cat((y[:3], y[4:])), torch.cat((clean[:3], clean[4:])))
+
+
+@interpreted
+def test_the_check_at_load_sees_a_wrong_kernel(monkeypatch):
+    from vllm_tilequant.kernels import prefill_triton
+
+    device = torch.device("cpu")
+    assert prefill_int8.self_check(device, "triton") is None
+    for name, fault in (("short", "short kernel"), ("expand", "expansion")):
+        with monkeypatch.context() as patch:
+            right = getattr(prefill_triton, name)
+
+            def wrong(*args, right=right):
+                right(*args)
+                args[-1][-1, -1] += 1
+
+            patch.setattr(prefill_triton, name, wrong)
+            assert fault in prefill_int8.self_check(device, "triton")
+
+
+@pytest.mark.gpu
+def test_the_check_at_load_passes():
+    assert prefill_int8.self_check(torch.device("cuda"), "cuda") is None
 
 
 @pytest.mark.parametrize("kind", MAPS)
@@ -177,10 +199,10 @@ def test_tuned_configurations_are_legal_and_written_back():
     for (n, k), config in tuned_prefill("h200").items():
         assert n % 64 == 0 and k % 64 == 0 and config.short_rows >= 8
     assert default_prefill_config(4096, 4096, 132).splits == 8
-    assert default_prefill_config(28672, 4096, 132).splits == 1
+    assert default_prefill_config(28672, 4096, 132).splits == 7
     assert default_prefill_config(64, 64, 132).splits == 1
     with pytest.raises(ValueError, match="splits"):
-        PrefillConfig(splits=3)
+        PrefillConfig(splits=17)
 
 
 @pytest.mark.gpu
@@ -207,7 +229,7 @@ def test_dtypes_and_bias(dtype, path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 8, 16])
 def test_every_cut_of_the_short_kernel(splits):
     for shape in ((1088, 1536), (192, 320)):
         for m in (10, 20, 40, 100):
