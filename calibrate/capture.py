@@ -42,6 +42,21 @@ def records(batch: Batch) -> Iterator[Tensor]:
         yield ids[valid][None]
 
 
+def merged(batches: Iterable[Batch], tokens: int) -> list[Batch]:
+    """Neighbours of one length in batches of at most so many tokens: few large passes instead of many small ones."""
+    out: list[list[Batch]] = []
+    for batch in batches:
+        whole = {"input_ids": batch["input_ids"], "attention_mask": token_mask(batch).long()}
+        last = out[-1] if out else []
+        rows = sum(len(b["input_ids"]) for b in last) + len(whole["input_ids"])
+        length = whole["input_ids"].shape[1]
+        if last and last[0]["input_ids"].shape[1] == length and rows * length <= tokens:
+            last.append(whole)
+        else:
+            out.append([whole])
+    return [{k: torch.cat([b[k] for b in part]) for k in part[0]} for part in out]
+
+
 @contextmanager
 def hooked(hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> Iterator[None]:
     """Remove hooks when the block ends, however it ends."""

@@ -20,8 +20,8 @@ from torch import nn
 from vllm_tilequant.calibrate.allocation import narrow_tiles
 from vllm_tilequant.calibrate.capture import Group, find_groups
 from vllm_tilequant.calibrate.decode import DECODE_TOKENS
-from vllm_tilequant.calibrate.pipeline import HISTOGRAM_ROWS
 from vllm_tilequant.calibrate.progress import clock
+from vllm_tilequant.calibrate.scales import HISTOGRAM_ROWS
 from vllm_tilequant.calibrate.sensitivity import CHUNK_ELEMENTS
 from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.calibrate.thresholds import BINS

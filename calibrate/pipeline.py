@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from vllm_tilequant.calibrate import quantize, sensitivity
 from vllm_tilequant.calibrate.allocation import NARROW, allocate, narrow_tiles, pool, random_scores
+from vllm_tilequant.calibrate.basis import Basis
 from vllm_tilequant.calibrate.capture import Batch, Group, find_groups, token_mask, watch_inputs
 from vllm_tilequant.calibrate.moments import Moments
 from vllm_tilequant.calibrate.progress import Progress
+from vllm_tilequant.calibrate.scales import FORMS, InputStatistics, ScaleSearch
 from vllm_tilequant.calibrate.search import graded_candidates, search_thresholds
 from vllm_tilequant.calibrate.settings import Settings, Target
 from vllm_tilequant.calibrate.streams import Block, Streams, find_blocks
@@ -26,7 +28,6 @@ from vllm_tilequant.calibrate.table3 import distribution
 from vllm_tilequant.calibrate.thresholds import (
     GroupStatistics,
     Histogram,
-    expected_error,
     optimal_thresholds,
     optimal_thresholds_per_group,
     percentile_thresholds,
@@ -34,40 +35,20 @@ from vllm_tilequant.calibrate.thresholds import (
 from vllm_tilequant.calibrate.work import WorkFolder
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.kernels.portable import PortableWeight, dequantize, prepare, static_linear
-from vllm_tilequant.schema import PROFILE_FULL, PROFILE_OFF, TILE, Transform
+from vllm_tilequant.schema import TILE, Transform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Rows of a record whose magnitudes enter the threshold histograms.
-HISTOGRAM_ROWS = 128
 #: Average of loaded bits under which the decode phase is scored, before any profile is known.
 _PROVISIONAL_BITS = 3.0
-_NO_ROTATION, _ROTATION = False, True
-
-
-@dataclass
-class InputStatistics:
-    """Of one shared input, as it comes or rotated: sum of x^2 per channel ([K] float64) and magnitudes."""
-
-    squares: Tensor
-    histogram: Histogram
-
-    def add_record(self, x: Tensor) -> None:
-        """x: [M, K], the rows of one batch. Sums stay on its device: a transfer would wait for the model's pass."""
-        self.squares = self.squares.to(x.device) + x.float().square().sum(0).double()
-        self.histogram.add_record(x[:: max(1, x.shape[0] // HISTOGRAM_ROWS)])
-
-    def to_cpu(self) -> None:
-        self.squares = self.squares.cpu()
-        self.histogram.to_cpu()
 
 
 #: What a step leaves for the later ones, and so what a resumed run reads instead of doing the step again. Codes are kept by
 #: layer.
 _KEPT = {
     "inputs": ("groups", "inputs", "tokens"),
-    "scales": ("inputs", "scales", "transform_index", "rotated_groups"),
+    "scales": ("inputs", "scales", "output_index", "rotated"),
     "scores": ("output_weight", "tile_bits"),
 }
 #: The dataclasses among it.
@@ -108,9 +89,6 @@ class Calibration:
     ):
         self.progress, self.work = progress or Progress(), work
         self.model, self.linears, self.batches, self.settings = model, linears, batches, settings
-        self.transforms = _transforms(settings)
-        self.matrices = layout.transform_stack(self.transforms)
-        self.input_transform = Transform(kind="randomized_hadamard", seed=settings.input_seed)
         self.columns = quantize.Columns()
         self.report: dict = {}
 
@@ -120,8 +98,9 @@ class Calibration:
         self.model.eval()
         try:
             self._step("inputs", self._read_inputs)
-            self.group_of = {member: g for g in self.groups for member in g.members}
+            self.basis = Basis(self.linears, self.settings, {n: g.name for g in self.groups for n in g.members})
             self._step("scales", self._search_scales)
+            self.basis.output_index, self.basis.rotated = self.output_index, set(self.rotated)
             self._step("scores", self._score)
             waiting, spent = self._restore_groups()
             with self.progress.phase("codes", spent):
@@ -131,8 +110,7 @@ class Calibration:
         finally:
             self.model.train(was_training)
         self.report["seconds"] = dict(self.progress.seconds)
-        rotated = frozenset(self.rotated_groups)
-        transforms = [*self.transforms, self.input_transform] if rotated else self.transforms
+        transforms, rotated = self.basis.transforms, frozenset(self.rotated)
         return Result(self.groups, self.weights, thresholds, transforms, self.settings.max_bits, self.report, rotated)
 
     # ---- steps
@@ -150,106 +128,39 @@ class Calibration:
     def _read_inputs(self) -> None:
         """E[x^2] per channel and magnitude histograms of every shared input, as it comes, rotated, or both."""
         self.groups = find_groups(self.model, self.linears, self.batches[0])
-        forms = {"off": [_NO_ROTATION], "on": [_ROTATION], "auto": [_NO_ROTATION, _ROTATION]}[self.settings.input_rotation]
-        self.inputs: dict[str, dict[bool, InputStatistics]] = {}
-        for group in self.groups:
-            k = self._in_features(group)
-            self.inputs[group.name] = {f: InputStatistics(torch.zeros(k, dtype=torch.float64), Histogram(k)) for f in forms}
+        forms = FORMS[self.settings.input_rotation]
+        self.inputs = {g.name: {f: InputStatistics.empty(self._in_features(g)) for f in forms} for g in self.groups}
+        turned = Basis(self.linears, self.settings, {}).turned
         self.tokens = sum(int(token_mask(b).sum()) for b in self.batches)
         self.report |= {"calibration_tokens": self.tokens, "calibration_records": len(self.batches)}
 
         def use(name: str, x: Tensor) -> None:
             for rotated, statistics in self.inputs[name].items():
-                statistics.add_record(self._turned(x) if rotated else x)
+                statistics.add_record(turned(x) if rotated else x)
 
-        watch_inputs(self.model, self._first_members(self.groups), self._progress(self.batches, "inputs"), use)
+        first = {g.name: self.linears[g.name] for g in self.groups}
+        watch_inputs(self.model, first, self._progress(self.batches, "inputs"), use)
         for forms_of in self.inputs.values():
             for statistics in forms_of.values():
                 statistics.to_cpu()
 
-    @torch.no_grad()
     def _search_scales(self) -> None:
-        """Transforms and scales of every linear; where `input_rotation` is `auto`, in both forms, and the better one stays."""
-        self.scales: dict[str, dict[int, Tensor]] = {}
-        self.transform_index: dict[str, Tensor] = {}  # [N/64] uint8
-        self.rotated_groups: list[str] = []
-        errors: dict[str, dict[str, float]] = {}
+        """Scales of every linear for narrow and wide tiles, and the basis that they are for."""
+        found = ScaleSearch(self.basis, self.inputs, self.tokens, self._narrow_share)
         for group in self._progress(self.groups, "scales"):
-            found = {}
-            for rotated in self.inputs[group.name]:
-                self.rotated_groups = [*(g for g in self.rotated_groups if g != group.name), *([group.name] if rotated else [])]
-                for name in group.members:
-                    self._search_linear(name)
-                state = {n: (self.transform_index[n], self.scales[n]) for n in group.members}
-                found[rotated] = (self._expected_error(group) if len(self.inputs[group.name]) > 1 else 0.0, state)
-            best = min(found, key=lambda rotated: (found[rotated][0], rotated))
-            if not best and group.name in self.rotated_groups:
-                self.rotated_groups.remove(group.name)
-            for name, (index, scales) in found[best][1].items():
-                self.transform_index[name], self.scales[name] = index, scales
-            self.inputs[group.name] = {best: self.inputs[group.name][best]}
-            if len(found) > 1:
-                errors[group.name] = {"off": found[False][0], "on": found[True][0]}
+            found.search(group)
+        self.scales, self.output_index, self.rotated = found.scales, self.basis.output_index, sorted(self.basis.rotated)
         if self.settings.input_rotation != "off":
-            self.report["input_rotation"] = {"groups": self.rotated_groups, "expected_error": errors}
-
-    def _search_linear(self, name: str) -> None:
-        self._choose_transforms(name)
-        w = self._rotated(name)
-        found = {b: self._scale(name, w, b) for b in {NARROW, self.settings.max_bits}}
-        self.scales[name] = {b: s.cpu() for b, s in found.items()}
-
-    def _expected_error(self, group: Group) -> float:
-        """Squared output error per row that the budget's mix of round-to-nearest tiles would have at the default profile.
-
-        Of a stored profile graded at the group's own thresholds, of the others at stored precision.
-        """
-        w = torch.cat([self._rotated(n) for n in group.members])
-        narrow = 1.0 if self.settings.max_bits == NARROW else self.narrow / sum(n * k for n, k in self._tile_shapes().values())
-        found = []
-        for bits in (NARROW, self.settings.max_bits):
-            scale = torch.cat([self.scales[n][bits] for n in group.members]).to(w.device)
-            tile_bits = torch.full_like(scale, bits, dtype=torch.uint8)
-            q = quantize.round_to_nearest(w, scale, tile_bits)
-            errors = quantize.level_errors(w, q, scale, tile_bits, torch.ones(len(w), device=w.device)).cpu()
-            found.append((errors, layout.level_cost(tile_bits).cpu()))
-        errors, cost = (narrow * a + (1 - narrow) * b for a, b in zip(*found, strict=True))
-        statistics = GroupStatistics(self._inputs(group).histogram, errors, cost, w.numel())
-        target = self.settings.profiles.get(self.settings.default_profile)
-        if self.settings.default_profile in (PROFILE_FULL, PROFILE_OFF) or not isinstance(target, float | int):
-            return expected_error(statistics, None)
-        return expected_error(statistics, optimal_thresholds_per_group({group.name: statistics}, target)[group.name])
-
-    def _scale(self, name: str, w: Tensor, bits: int) -> Tensor:
-        """[N/64, K/64] for the rotated weight w of a linear."""
-        if self.settings.scales == "absmax":
-            return quantize.absmax_scale(w, bits)
-        h = self._channel_weight(name).to(w.device) if self.settings.scales == "activation" else None
-        return quantize.search_scale(w, bits, h, nested=bits != NARROW)
-
-    def _choose_transforms(self, name: str) -> None:
-        """Per output tile the transform with the least activation-weighted 4-bit error, the first among equals."""
-        linear = self.linears[name]
-        index = torch.zeros(linear.out_features // TILE, dtype=torch.uint8)
-        if len(self.transforms) > 1:
-            weight = linear.weight.detach().float()
-            h = self._channel_weight(name).to(weight.device)
-            errors = []
-            for i in range(len(self.matrices)):
-                self.transform_index[name] = torch.full_like(index, i)
-                w = self._rotated(name)
-                errors.append(quantize.output_tile_errors(w, self._scale(name, w, NARROW), NARROW, h))
-            index = torch.stack(errors).argmin(0).to("cpu", torch.uint8)
-        self.transform_index[name] = index
+            self.report["input_rotation"] = {"groups": self.rotated, "expected_error": found.errors}
 
     def _score(self) -> None:
         """The map, and E[g^2] per output (rotated), which weighs the level errors of the thresholds."""
         kind = self.settings.scores
         batches = self.batches[: self.settings.score_samples]
-        matrices = {n: self._matrices(n) for n in self.linears}
+        matrices = {n: self.basis.outputs(n) for n in self.linears}
         self.deltas = {n: self._delta(n) for n in self.linears}
         prefill, self.output_weight = sensitivity.prefill_scores(
-            self.model, self.linears, self._progress(batches, "prefill scores"), matrices, self.deltas, self._seen
+            self.model, self.linears, self._progress(batches, "prefill scores"), matrices, self.deltas, self.basis.inputs
         )
         if self.settings.max_bits == NARROW:  # nothing to choose, and W4 - wide is zero
             self.tile_bits = {n: torch.full_like(s, NARROW, dtype=torch.uint8) for n, s in prefill.items()}
@@ -278,7 +189,7 @@ class Calibration:
         thresholds = self._thresholds_by_linear(optimal_thresholds(statistics, _PROVISIONAL_BITS))
         return sensitivity.decode_scores(
             self.model, self.linears, self._progress(batches, "decode scores"), self.deltas, weights, thresholds,
-            scored=self.settings.score_steps, seen=self._seen,
+            scored=self.settings.score_steps, seen=self.basis.inputs,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -293,13 +204,13 @@ class Calibration:
         for name in group.members:
             rows = slice(start, start + self.linears[name].out_features)
             tiles = slice(rows.start // TILE, rows.stop // TILE)
-            weights[name] = PortableWeight(aligned[rows].T.contiguous(), bits[tiles], scale[tiles], self._matrices(name))
+            weights[name] = PortableWeight(aligned[rows].T.contiguous(), bits[tiles], scale[tiles], self.basis.outputs(name))
             start = rows.stop
         return self._group_statistics(group, w, q, scale, bits), weights
 
     def _under_map(self, group: Group, tile_bits: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated weight [N, K] of all members, their scales and widths [N/64, K/64] under a map."""
-        w = torch.cat([self._rotated(n) for n in group.members])
+        w = torch.cat([self.basis.weight(n) for n in group.members])
         bits = torch.cat([tile_bits[n] for n in group.members]).to(w.device)
         narrow, wide = (
             torch.cat([self.scales[n][b] for n in group.members]).to(w.device) for b in (NARROW, self.settings.max_bits)
@@ -314,10 +225,11 @@ class Calibration:
             return
         blocks, outside = find_blocks(self.model, self.groups)
         names = {g.name for g in waiting}
-        todo = iter(self._progress([g for b in blocks for g in b.groups if g.name in names] + outside, "codes"))
+        inside = [g for b in blocks for g in b.groups]
+        todo = iter(self._progress([g for g in inside + outside if g.name in names], "codes"))
         thresholds = self._propagation_thresholds()
         follow = self.settings.propagation != "off" and self.settings.propagation_strength > 0
-        if any(g.name in names for b in blocks for g in b.groups):
+        if any(g.name in names for g in inside):
             streams = Streams(self.model, self.linears, blocks, self.batches, follow)
             for block in blocks:
                 self._make_block(streams, block, names, todo, thresholds)
@@ -325,7 +237,7 @@ class Calibration:
             moments = Moments.empty(self._in_features(group), self.linears[group.name].weight.device)
 
             def use(name: str, x: Tensor, group: Group = group, moments: Moments = moments) -> None:
-                seen = self._seen(group.name, x)
+                seen = self.basis.inputs(group.name, x)
                 moments.add(seen, seen, None)
 
             watch_inputs(self.model, {group.name: self.linears[group.name]}, self.batches, use)
@@ -340,8 +252,8 @@ class Calibration:
                 next(todo)
                 moments = Moments.empty(self._in_features(group), self.linears[group.name].weight.device)
                 for x, received, lacking in streams.rows(group, block):
-                    source = self._seen(group.name, x)
-                    z = source if received is x else self._seen(group.name, received)
+                    source = self.basis.inputs(group.name, x)
+                    z = source if received is x else self.basis.inputs(group.name, received)
                     if thresholds is not None:
                         z = z.where(z.abs() > thresholds[group.name][0], 0.0)  # a channel at level 0 is left out
                     moments.add(source, z, lacking)
@@ -366,10 +278,10 @@ class Calibration:
         linear = self.linears[name]
         packed = layout.to_device(replace(self.weights[name], input_rotation=None), linear.weight.device)
         if thresholds is None:
-            dense = dequantize(packed, self.matrices, linear.weight.dtype)
-            return lambda x: static_linear(self._seen(name, x).to(x.dtype), dense, linear.bias, activation="group64")
-        weight = prepare(packed, self.matrices)
-        return lambda x: graded_candidates(self._seen(name, x)[None], weight, linear.bias, thresholds[name][None])[0]
+            dense = dequantize(packed, self.basis.matrices, linear.weight.dtype)
+            return lambda x: static_linear(self.basis.inputs(name, x).to(x.dtype), dense, linear.bias, activation="group64")
+        weight = prepare(packed, self.basis.matrices)
+        return lambda x: graded_candidates(self.basis.inputs(name, x)[None], weight, linear.bias, thresholds[name][None])[0]
 
     @torch.no_grad()
     def _quantize_group(self, group: Group, moments: Moments | None) -> None:
@@ -380,14 +292,13 @@ class Calibration:
         else:
             lacking = moments.lacking
             if lacking is not None:
-                lacking = layout.rotate_outputs(lacking, self._matrices(group.name))
+                lacking = layout.rotate_outputs(lacking, self.basis.outputs(group.name))
             target = moments.target(w, lacking, self.settings.propagation_strength, self.settings.damping)
             q = quantize.gptq(target, scale, bits, moments.hessian, self.settings.damping, self.columns)
         self.statistics[group.name] = self._group_statistics(group, w, q, scale, bits)
-        index = torch.cat([self.transform_index[n] for n in group.members]).to(w.device)
+        index = torch.cat([self.output_index[n] for n in group.members]).to(w.device)
         packed = layout.to_device(layout.pack(quantize.to_unsigned(q, bits), bits, scale.float(), index), "cpu")
-        if group.name in self.rotated_groups:
-            packed = replace(packed, input_rotation=layout.rotation_table(self.input_transform))
+        packed = replace(packed, input_rotation=self.basis.input_rotation(group.name))
         start = 0
         for name in group.members:
             end = start + self.linears[name].out_features
@@ -401,9 +312,9 @@ class Calibration:
         if self.settings.thresholds == "search":
             found, self.report["search"] = search_thresholds(
                 self.model, self.linears, self._progress(self.batches[: self.settings.score_samples], "search"), self.groups,
-                {n: prepare(w, self.matrices) for n, w in self.weights.items()}, self.statistics,
+                {n: prepare(w, self.basis.matrices) for n, w in self.weights.items()}, self.statistics,
                 {n: float(t) for n, t in profiles.items() if isinstance(t, float | int)},
-                candidates=self.settings.search_candidates, seed=self.settings.seed, seen=self._seen,
+                candidates=self.settings.search_candidates, seed=self.settings.seed, seen=self.basis.inputs,
             )  # fmt: skip
             rows = list(found.values())
         else:
@@ -426,14 +337,6 @@ class Calibration:
         (statistics,) = self.inputs[group.name].values()
         return statistics
 
-    def _turned(self, x: Tensor) -> Tensor:
-        table = layout.rotation_table(self.input_transform)
-        return x if table is None else layout.rotate_inputs(x, table.to(x.device))
-
-    def _seen(self, name: str, x: Tensor) -> Tensor:
-        """What levels and codes of a linear belong to: its inputs [M, K], rotated where its group's are."""
-        return self._turned(x) if self.group_of[name].name in self.rotated_groups else x
-
     def _group_statistics(self, group: Group, w: Tensor, q: Tensor, scale: Tensor, bits: Tensor) -> GroupStatistics:
         """w, q: [N, K] rotated weight and signed codes of all members; scale, bits: [N/64, K/64]."""
         if self.settings.level_errors == "stored":
@@ -449,33 +352,21 @@ class Calibration:
     @torch.no_grad()
     def _delta(self, name: str) -> Tensor:
         """W4 - wide of a linear, needed once per record: 2 bytes a weight cost less than rounding anew every time."""
-        w = self._rotated(name)
+        w = self.basis.weight(name)
         reads = [quantize.read_uniform(w, self.scales[name][b].to(w.device), b) for b in (NARROW, self.settings.max_bits)]
         return (reads[0] - reads[1]).bfloat16()
 
-    def _rotated(self, name: str) -> Tensor:
-        """U^T W V: a linear's weight in the basis of its codes, [N, K] float32."""
-        w = self.linears[name].weight.detach().float()
-        table = layout.rotation_table(self.input_transform)
-        if self.group_of[name].name in self.rotated_groups and table is not None:
-            w = layout.rotate_weight_inputs(w, table.to(w.device))
-        return layout.rotate_outputs(w, self._matrices(name))
-
-    def _matrices(self, name: str) -> Tensor:
-        """U of every output tile of a linear: [N/64, 64, 64] float32 on its device."""
-        matrices = self.matrices[self.transform_index[name].long()]
-        return matrices.to(self.linears[name].weight.device).float()
-
     def _channel_weight(self, name: str) -> Tensor:
-        """E[x_i^2] of a linear's input in the form that is tried or kept, [K] float32."""
-        group = self.group_of[name].name
-        return (self.inputs[group][group in self.rotated_groups].squares / self.tokens).float()
+        """E[x_i^2] of a linear's input, [K] float32."""
+        (statistics,) = self.inputs[self.basis.group_of[name]].values()
+        return (statistics.squares / self.tokens).float()
+
+    @property
+    def _narrow_share(self) -> float:
+        return 1.0 if self.settings.max_bits == NARROW else self.narrow / sum(n * k for n, k in self._tile_shapes().values())
 
     def _tile_shapes(self) -> dict[str, tuple[int, int]]:
         return {n: (m.out_features // TILE, m.in_features // TILE) for n, m in self.linears.items()}
-
-    def _first_members(self, groups: list[Group]) -> dict[str, nn.Linear]:
-        return {g.name: self.linears[g.name] for g in groups}
 
     def _in_features(self, group: Group) -> int:
         return self.linears[group.name].in_features
@@ -524,11 +415,3 @@ class Calibration:
         if len(waiting) < len(self.groups):
             self.progress.say(f"codes: {len(self.groups) - len(waiting)} of {len(self.groups)} layers from the work folder")
         return waiting, spent
-
-
-def _transforms(settings: Settings) -> list[Transform]:
-    """The checkpoint's transforms, to be addressed per output tile."""
-    if settings.output_transform == "none":
-        return [Transform(kind="identity")]
-    n = settings.output_seeds if settings.output_transform == "best" else 1
-    return [Transform(kind="randomized_hadamard", seed=settings.output_seed + i) for i in range(n)]

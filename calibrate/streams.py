@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vllm_tilequant.calibrate.capture import Batch, Group, hooked, model_inputs, token_mask
+from vllm_tilequant.calibrate.capture import Batch, Group, hooked, merged, model_inputs, token_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Product = Callable[[Tensor], Tensor]
+#: Tokens of one pass.
+BATCH_TOKENS = 8192
 #: A layer's output is its input plus what some linears write, up to the rounding of sums, for this share of all numbers.
 _ADDITIVE_SHARE = 0.95
 
@@ -63,6 +65,7 @@ class Streams:
     ):
         self.linears, self.blocks, self.follow = linears, blocks, follow
         self.device = next(model.parameters()).device
+        batches = merged(batches, BATCH_TOKENS)
         self.masks = [token_mask(b).flatten().to(self.device) for b in batches]
         self.source: list[Tensor] = []
         self.calls: dict[str, list[tuple[tuple, dict[str, Any]]]] = {b.name: [] for b in blocks}

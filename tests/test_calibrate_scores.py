@@ -51,7 +51,7 @@ def plain_product(x, run, seen, name):
         value = scale * (2**d * (u / 2**d).floor() + (2**d - 1) / 2 - 128)
         value[levels[row] == 0] = 0
         y[row] = x_hat[row] @ value
-    u_matrix = run.matrices[0]
+    u_matrix = run.basis.matrices[0]
     return (y.view(x.shape[0], -1, TILE) @ u_matrix.T).view(x.shape[0], -1)
 
 
@@ -122,7 +122,7 @@ def test_decode_scores_equal_a_plain_computation(scored):
         for at in positions:
             for name, (x, g) in plain_step(ids, first, at, run, seen).items():
                 x_hat = int8(x).where(x.abs() > seen["thresholds"][name][0], 0.0)
-                want[name] += plain_scores(x_hat, g, seen["deltas"][name].double(), run.matrices[0])
+                want[name] += plain_scores(x_hat, g, seen["deltas"][name].double(), run.basis.matrices[0])
     for name, r in want.items():
         assert float(r.min()) > 0
         assert torch.allclose(seen["decode"][name], r, rtol=2e-3), name
@@ -132,7 +132,7 @@ def test_provisional_thresholds_meet_three_bits_with_wide_tiles_everywhere(score
     run, seen = scored
     loaded = weights = 0.0
     for name, linear in run.linears.items():
-        group = run.group_of[name].name
+        group = run.basis.group_of[name]
         t = seen["thresholds"][name]
         assert bool((seen["weights"][name].tile_bits == 8).all())
         counts = run.inputs[group][False].histogram.tiles.sum(0).double()
@@ -146,7 +146,7 @@ def test_provisional_thresholds_meet_three_bits_with_wide_tiles_everywhere(score
 def test_joint_risk_is_the_greater_share_of_the_two_phases(scored):
     run, seen = scored
     model, linears = llama()
-    matrices = {n: run.matrices[0].float().expand(m.out_features // TILE, -1, -1) for n, m in linears.items()}
+    matrices = {n: run.basis.matrices[0].float().expand(m.out_features // TILE, -1, -1) for n, m in linears.items()}
     prefill, _ = sensitivity.prefill_scores(model, linears, run.batches, matrices, seen["deltas"])
     risk = sensitivity.combine([prefill, seen["decode"]])
     totals = [sum(float(r.sum()) for r in s.values()) for s in (prefill, seen["decode"])]
@@ -171,10 +171,10 @@ def test_prefill_scores_equal_a_plain_computation(scored):
         logits = model(input_ids=ids, use_cache=False).logits
         nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum").backward()
         for name, (x, y) in outputs.items():
-            r = plain_scores(int8(x[0].detach()), y.grad[0], seen["deltas"][name].double(), run.matrices[0])
+            r = plain_scores(int8(x[0].detach()), y.grad[0], seen["deltas"][name].double(), run.basis.matrices[0])
             want[name] = want.get(name, 0) + r
     model, linears = llama()
-    matrices = {n: run.matrices[0].float().expand(m.out_features // TILE, -1, -1) for n, m in linears.items()}
+    matrices = {n: run.basis.matrices[0].float().expand(m.out_features // TILE, -1, -1) for n, m in linears.items()}
     got, _ = sensitivity.prefill_scores(model, linears, run.batches, matrices, seen["deltas"])
     for name, r in want.items():
         assert torch.allclose(got[name], r, rtol=1e-3), name
@@ -262,14 +262,14 @@ def test_the_best_transform_has_the_least_weighted_error_per_output_tile():
         h = run._channel_weight(name).double()
         for j, chosen in enumerate(result.weights[name].output_transform.tolist()):
             errors = []
-            for matrix in run.matrices:
+            for matrix in run.basis.matrices:
                 w = (matrix.T @ m.weight[64 * j : 64 * j + 64].detach().double()).float()
                 s = quantize.search_scale(w, 4, h.float(), nested=False)
                 q = quantize.round_to_nearest(w, s, torch.full_like(s, 4, dtype=torch.uint8))
                 errors.append(float(((w - quantize.read_at(q, s, torch.full_like(s, 4), 4)).double().square() * h).sum()))
             assert errors[chosen] <= min(errors) * (1 + 1e-4)
             used.add(chosen)
-        back = portable.dequantize(result.weights[name], run.matrices, torch.float32)
+        back = portable.dequantize(result.weights[name], run.basis.matrices, torch.float32)
         assert float((back - m.weight.detach()).norm() / m.weight.detach().norm()) < 0.2
     assert len(used) > 1
 

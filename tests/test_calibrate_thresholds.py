@@ -137,8 +137,8 @@ def test_search_keeps_the_candidate_with_the_lowest_perplexity():
         read = {}
 
         def graded(module, args, y, name, read=read, row=row):
-            group = run.group_of[name].name
-            w = portable.prepare(result.weights[name], run.matrices)
+            group = run.basis.group_of[name]
+            w = portable.prepare(result.weights[name], run.basis.matrices)
             x = args[0][0]
             read.setdefault(name, []).append((reference.levels_ref(x, result.thresholds[group][row]), w))
             return portable.graded_linear(x, w, None, result.thresholds[group][row], activation="group64")[None]
