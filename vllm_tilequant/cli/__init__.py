@@ -1,11 +1,13 @@
 """The `tilequant` command. Each verb lives in its own module and is imported when it runs, so that `--help` needs no extra.
 
-Exit codes: 0 done, 1 refused with one readable message on stderr, 2 wrong usage, 3 an extra is not installed.
+`EXIT_CODES` says what the codes mean.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,12 +31,12 @@ VERBS = {
     "verify": Verb("verify", "verify", "Read every tensor of a checkpoint and list every fault."),
     "manifest": Verb("manifest", "manifest", "Write or check SHA256SUMS of a checkpoint."),
     "diff": Verb("diff", "diff", "Compare two checkpoints: config, maps, scales, thresholds."),
-    "convert": Verb("convert", "convert", "Write a checkpoint as an ordinary dense model."),
+    "convert": Verb("convert", "convert", "Write a checkpoint in another form, or read another form."),
     "report": Verb("report", "report", "Write an HTML page with pictures of a checkpoint."),
     "serve": Verb("serve", "serve", "Print and run the vllm serve command for a checkpoint."),
     "bench": Verb("bench", "bench", "Time a checkpoint beside its source model: TTFT, TPOT, memory."),
     "doctor": Verb("doctor", "doctor", "Print an environment block for a bug report."),
-    "evaluate": Verb("evaluate", "evaluate", "Compare a checkpoint with its source model: KL, perplexity, loaded bits."),
+    "evaluate": Verb("evaluate", "evaluate", "Compare a checkpoint with its source model: KL, perplexity, bits."),
 }
 #: Importable package -> extra of vllm-tilequant that brings it.
 EXTRAS = {
@@ -48,6 +50,10 @@ EXTRAS = {
     "lm_eval": "eval",
     "vllm": "serve",
 }
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 refused, with one readable message on stderr, or what was asked is not so (verify, manifest --check, "
+    "inspect --tp, diff --exit-code, doctor); 2 wrong usage; 3 an extra is not installed."
+)
 #: What our own code and the libraries raise for bad input (`FormatError` is a `ValueError`); all else is a bug and keeps its
 #: traceback.
 EXPECTED = (ValueError, TypeError, OSError, NotImplementedError)
@@ -74,13 +80,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _app(wanted: str | None) -> typer.Typer:
     """The app with one verb loaded; the others are there for `--help` and the message about an unknown verb."""
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-    app.callback()(_options)
+    app.callback(epilog=EXIT_CODES)(_options)
     for name, verb in VERBS.items():
         function: Callable[..., Any] = _not_loaded
         if name == wanted:
             function = getattr(importlib.import_module(f"{__name__}.{verb.module}"), verb.function)
-        app.command(name, help=function.__doc__ if name == wanted and function.__doc__ else verb.help)(function)
+        app.command(name, help=verb.help if name != wanted else _unwrapped(function.__doc__), epilog=EXIT_CODES)(function)
     return app
+
+
+def _unwrapped(docstring: str | None) -> str:
+    """Each paragraph on one line: the terminal decides where lines end."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(docstring or ""))
 
 
 def _options(debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error.")) -> None:

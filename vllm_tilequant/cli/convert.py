@@ -42,12 +42,15 @@ def convert(
 ) -> None:
     """Write a checkpoint in another form.
 
-    dense: an ordinary model, every weight at its stored precision, for programs without tilequant (also from GPTQ and
-    compressed-tensors). w4a16, w8a16, w8a8: compressed-tensors, for stock vLLM and transformers. In w4a16 and w8a16, groups of
-    64 inputs, linears without rotations keep their codes if no tile is wider; with the scales in float32 (--dtype float32)
-    nothing changes at all. All others, and w8a8 (one scale for each output), are refused by name, or rounded anew with
-    --requantize. tilequant: from GPTQ or integer compressed-tensors; exact where one scale holds for whole tiles of 64 x 64
-    (block or tensor scales), else 8-bit tiles with --requantize. Such a checkpoint has no graded profile: to get one, run
+    --to dense: an ordinary model, every weight at its stored precision, for programs without tilequant; also from GPTQ and
+    compressed-tensors.
+
+    --to w4a16, w8a16, w8a8: compressed-tensors, for stock vLLM and transformers. In w4a16 and w8a16, groups of 64 inputs,
+    linears without rotations keep their codes if no tile is wider; with the scales in float32 (--dtype float32) nothing changes
+    at all. All others, and w8a8 (one scale for each output), are refused by name, or rounded anew with --requantize.
+
+    --to tilequant: from GPTQ or integer compressed-tensors; exact where one scale holds for whole tiles of 64 x 64 (block or
+    tensor scales), else 8-bit tiles with --requantize. Such a checkpoint has no graded profile: to get those, run
     `tilequant quantize` on the original model.
 
     Tokenizer, chat template and generation config come along, and a SHA256SUMS is written. The folder appears under its name
