@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -174,10 +175,12 @@ def watch_gradients(
     modules: dict[str, nn.Linear],
     batches: Iterable[Batch],
     use: Callable[[str, Tensor, Tensor], None],
+    layers: Sequence[nn.Module] = (),
 ) -> None:
     """Forward and backward of the summed next-token loss; `use` as in `observing_gradients`.
 
-    Padding is neither target nor row.
+    Padding is neither target nor row. layers: the decoder layers, in order: only one's activations are then held at a time, and
+    each runs twice. Where they do not feed one another directly, the whole graph is held.
     """
     device = next(model.parameters()).device
     mask: Tensor | None = None
@@ -190,6 +193,90 @@ def watch_gradients(
             valid = token_mask(batch).to(device)
             mask = valid.flatten()
             inputs = model_inputs(batch, device)
-            logits = model(**inputs, use_cache=False).logits
             labels = inputs["input_ids"].masked_fill(~valid, -100)
+            calls = _layer_calls(model, layers, inputs)
+            with _layers_passed(calls):
+                logits = model(**inputs, use_cache=False).logits
             token_loss(logits[:, :-1], labels[:, 1:]).backward()
+            for call in reversed(calls):
+                call.backward()
+
+
+@dataclass
+class _LayerCall:
+    """One decoder layer in one pass: what it was called with and returned. `leaf` stands for its output behind it."""
+
+    layer: nn.Module
+    hidden: Tensor
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Tensor
+    in_tuple: bool
+    leaf: Tensor
+    after: _LayerCall | None = None
+
+    def backward(self) -> None:
+        """Run the layer again with a graph, and its backward pass from the gradient behind it."""
+        gradient = self.leaf.grad if self.after is None else self.after.hidden.grad
+        self.hidden = self.hidden.detach().requires_grad_()
+        output = self.layer(self.hidden, *self.args, **self.kwargs)
+        (output[0] if self.in_tuple else output).backward(gradient)
+        self.after, self.leaf = None, self.hidden  # what is no longer needed may go
+
+
+@torch.no_grad()
+def _layer_calls(model: PreTrainedModel, layers: Sequence[nn.Module], inputs: Batch) -> list[_LayerCall]:
+    """A pass without a graph, as the calls of its layers; none where these do not feed one another."""
+    calls: list[_LayerCall] = []
+
+    def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        rest = {k: v for k, v in kwargs.items() if k != "hidden_states"}
+        y = output[0] if isinstance(output, tuple) else output
+        calls.append(_LayerCall(module, hidden.detach(), args[1:], rest, y, isinstance(output, tuple), y))
+
+    if not layers:
+        return []
+    with hooked(layer.register_forward_hook(note, with_kwargs=True) for layer in layers):
+        model.base_model(**inputs, use_cache=False)
+    feeds = [a.output.shape == b.hidden.shape and torch.equal(a.output, b.hidden) for a, b in pairwise(calls)]
+    if [c.layer for c in calls] != list(layers) or not all(feeds):
+        return []
+    for call, following in pairwise(calls):
+        call.after = following
+    return calls
+
+
+@contextmanager
+def _layers_passed(calls: list[_LayerCall]) -> Iterator[None]:
+    """Inside, layers hand on what they get, and the last one a leaf with the value it had returned: what follows can be run."""
+    if not calls:
+        yield
+        return
+    calls[-1].leaf = calls[-1].output.detach().requires_grad_()
+
+    def forward(call: _LayerCall) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            y = call.leaf if call is calls[-1] else (args[0] if args else kwargs["hidden_states"])
+            return (y,) if call.in_tuple else y
+
+        return run
+
+    with replaced_forward({call.layer: forward(call) for call in calls}):
+        yield
+
+
+@contextmanager
+def replaced_forward(functions: Mapping[nn.Module, Callable]) -> Iterator[None]:
+    """Inside, modules compute what the given functions do; their hooks still run."""
+    before = {module: vars(module).get("forward") for module in functions}
+    try:
+        for module, function in functions.items():
+            module.forward = function  # type: ignore[method-assign]
+        yield
+    finally:
+        for module, old in before.items():
+            if old is None:
+                del module.forward  # the class's own shows again
+            else:
+                module.forward = old  # type: ignore[method-assign]

@@ -94,19 +94,21 @@ def estimate(
     largest = max(n * k for n, k in zip(ns, ks, strict=True))
     kept = 8 * sum(ks) + 8 * BINS * (sum(ks) // TILE + records * len(groups))
     rows = min(length, 2 * HISTOGRAM_ROWS)
-    activations = width * (sum(ks) + sum(ns)) + 5 * hidden * len(groups)  # of one token, held for its backward pass
+    depth = max(len(groups) // 4, 1)  # decoder layers
+    activations = width * (sum(ks) + sum(ns)) + 5 * hidden * len(groups)  # of one token, were all held for a backward pass
+    held = activations // depth + 2 * width * hidden * depth  # those of one layer, and every layer's input and output
     logits = length * vocabulary * (4 * width + 16)
     products = max(min(CHUNK_ELEMENTS, length * n * k // TILE) for n, k in sizes.values())
     follows = settings.codes == "gptq" and settings.propagation != "off"
     hessians = (8 if follows else 4) * max(ks) ** 2 if settings.codes == "gptq" else 0
-    depth = max(len(groups) // 4, 1)  # decoder layers: inputs of one layer, and two streams of hidden states, of all records
+    # inputs of one layer, and two streams of hidden states, of all records
     hessians += records * length * width * (sum(ks) // depth + 4 * hidden) if settings.codes == "gptq" else 0
     inverse = 8 * _INVERSE_COPIES * max(ks) ** 2 if settings.codes == "gptq" else 0
     decode = scored and settings.scores in ("joint", "decode")
     beside = {
         "inputs": max(ks) * (rows * 40 + length * 8) + length * (activations // len(groups)),
         "scales": 4 * _SCALE_COPIES * largest,
-        "scores": 2 * weights + length * activations + logits + 8 * products + 4 * largest + (weights if decode else 0),
+        "scores": 2 * weights + length * held + logits + 8 * products + 4 * largest + (weights if decode else 0),
         "codes": packed + hessians + inverse + 4 * _CODE_COPIES * largest,
         "saving": 2 * packed,
     }
@@ -121,7 +123,7 @@ def estimate(
         "inputs": records * (forward + 20 * rows * sum(ks) / rates.passes),
         "scales": (0.05 if settings.scales == "absmax" else 1.0) * transforms * _SCALE_PASSES * weights / rates.passes,
         "scores": scored
-        * (3 * forward + head + 2 * weights * length / rates.float32 + 6 * weights * length / TILE / rates.passes),
+        * (4 * forward + head + 2 * weights * length / rates.float32 + 6 * weights * length / TILE / rates.passes),
         "codes": passes * records * forward
         + (2 * records * length * sum(k * k for k in ks) / rates.float32 if passes else 0)
         + (sum(4 * k**3 + n * k * k for n, k in pairs) / rates.float32 + 40 * weights / rates.passes if passes else 0)

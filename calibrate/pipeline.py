@@ -160,8 +160,9 @@ class Calibration:
         matrices = {n: self.basis.outputs(n) for n in self.linears}
         self.deltas = {n: self._delta(n) for n in self.linears}
         prefill, self.output_weight = sensitivity.prefill_scores(
-            self.model, self.linears, self._progress(batches, "prefill scores"), matrices, self.deltas, self.basis.inputs
-        )
+            self.model, self.linears, self._progress(batches, "prefill scores"), matrices, self.deltas, self.basis.inputs,
+            [block.module for block in find_blocks(self.model, self.groups)[0]],
+        )  # fmt: skip
         if self.settings.max_bits == NARROW:  # nothing to choose, and W4 - wide is zero
             self.tile_bits = {n: torch.full_like(s, NARROW, dtype=torch.uint8) for n, s in prefill.items()}
             return

@@ -8,7 +8,7 @@ greatest of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,10 +67,12 @@ def prefill_scores(
     matrices: dict[str, Tensor],
     deltas: dict[str, Tensor],
     seen: Seen = as_they_are,
+    layers: Sequence[nn.Module] = (),
 ) -> tuple[Scores, dict[str, Tensor]]:
     """Tile scores of causal passes, and E[g^2] per output in the rotated basis ([N] float64), the Fisher weights.
 
     matrices: U of every output tile, [N/64, 64, 64] float32; deltas: [N, K] W4 - wide, rotated, both on the weight's device
+    layers: see `watch_gradients`
     """
     scores = _no_scores(linears)
     fisher = {n: torch.zeros(m.out_features, dtype=torch.float64) for n, m in linears.items()}
@@ -88,7 +90,7 @@ def prefill_scores(
             fisher[name] += g.square().sum(0).double().cpu()
             scores[name] += tile_scores(seen(name, x).float(), g, deltas[name].float()).cpu()
 
-    watch_gradients(model, linears, counted(), use)
+    watch_gradients(model, linears, counted(), use, layers)
     return scores, {n: f / tokens for n, f in fisher.items()}
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vllm_tilequant.calibrate.capture import Batch, Group, hooked, merged, model_inputs, token_mask
+from vllm_tilequant.calibrate.capture import Batch, Group, hooked, merged, model_inputs, replaced_forward, token_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -207,14 +207,5 @@ class Streams:
 
             return call
 
-        before = {name: vars(self.linears[name]).get("forward") for name in self._products}
-        try:
-            for name, product in self._products.items():
-                self.linears[name].forward = forward(product)  # type: ignore[method-assign]
+        with replaced_forward({self.linears[name]: forward(product) for name, product in self._products.items()}):
             yield
-        finally:
-            for name, old in before.items():
-                if old is None:
-                    del self.linears[name].forward  # the class's own shows again
-                else:
-                    self.linears[name].forward = old  # type: ignore[method-assign]

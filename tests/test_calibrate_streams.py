@@ -10,7 +10,7 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from tiny import VOCAB, llama, records
 from vllm_tilequant.calibrate.allocation import allocate, pool
 from vllm_tilequant.calibrate.basis import Basis
-from vllm_tilequant.calibrate.capture import Group, find_groups, merged, token_mask
+from vllm_tilequant.calibrate.capture import Group, find_groups, merged, token_mask, watch_gradients
 from vllm_tilequant.calibrate.checkpoint import build_schema
 from vllm_tilequant.calibrate.moments import Moments
 from vllm_tilequant.calibrate.pipeline import Calibration
@@ -228,3 +228,30 @@ def test_maps_of_whole_units_keep_the_budget():
     whole = allocate(pool(scores, "module"), 6)
     lowest = min(scores, key=lambda n: float(scores[n].mean()))
     assert int((whole[lowest] == 4).sum()) == 6
+
+
+def test_gradients_layer_by_layer_are_those_of_the_whole_graph():
+    model, linears = llama()
+    blocks, _ = find_blocks(model, find_groups(model, linears, records()[0]))
+    batches = padded(records(n=2, length=24))
+    found = []
+    for layers in ((), [b.module for b in blocks]):
+        seen = {}
+        watch_gradients(model, linears, batches, lambda name, *t, seen=seen: seen.setdefault(name, []).append(t), layers)
+        found.append(seen)
+    whole, by_layer = found
+    assert set(whole) == set(by_layer) == set(linears)
+    for name in linears:
+        for (x, g), (x2, g2) in zip(whole[name], by_layer[name], strict=True):
+            assert torch.allclose(x, x2, atol=1e-12) and torch.allclose(g, g2, atol=1e-10)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_layers_that_do_not_feed_one_another_are_differentiated_as_a_whole():
+    model, linears = llama()
+    blocks, _ = find_blocks(model, find_groups(model, linears, records()[0]))
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+    seen = []
+    watch_gradients(model, linears, records(n=1), lambda name, x, g: seen.append(name), [b.module for b in blocks])
+    assert sorted(seen) == sorted(linears)
