@@ -177,3 +177,15 @@ def test_a_tilequant_folder_is_no_reference(toy, tmp_path, capsys):
         capsys, "evaluate", toy, "--reference", toy, "--text", tmp_path / "text", "--tokens", 128, "--window", 64
     )
     assert code == 1 and "is a tilequant checkpoint: the reference is the source model" in err
+
+
+@pytest.mark.parametrize("verb", [None, *cli.VERBS])
+def test_help_says_what_the_exit_codes_mean(verb, tilequant):
+    code, out, err = tilequant(*([verb] if verb else []), "--help")
+    assert code == 0, err
+    assert "3 an extra is not installed" in " ".join(out.replace("\u2502", " ").split())
+    assert verb is None or "--json" in out
+
+
+def test_help_leaves_the_ends_of_lines_to_the_terminal():
+    assert cli._unwrapped("One\n    two.\n\n    Three\n    four.\n    ") == "One two.\n\nThree four."

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import cleandoc
 from typing import Any, NoReturn
 
 import typer
@@ -51,8 +51,8 @@ EXTRAS = {
     "vllm": "serve",
 }
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 refused, with one readable message on stderr, or what was asked is not so (verify, manifest --check, "
-    "inspect --tp, diff --exit-code, doctor); 2 wrong usage; 3 an extra is not installed."
+    "Exit codes: 0 done; 1 refused, with one readable message on stderr, or what was asked is not so (verify, diff, "
+    "manifest, inspect, doctor); 2 wrong usage; 3 an extra is not installed."
 )
 #: What our own code and the libraries raise for bad input (`FormatError` is a `ValueError`); all else is a bug and keeps its
 #: traceback.
@@ -91,7 +91,7 @@ def _app(wanted: str | None) -> typer.Typer:
 
 def _unwrapped(docstring: str | None) -> str:
     """Each paragraph on one line: the terminal decides where lines end."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(docstring or ""))
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(docstring or ""))
 
 
 def _options(debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error.")) -> None:
