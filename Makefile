@@ -10,11 +10,17 @@ MODEL ?=
 DATA ?=
 DEVICE ?=
 PYTEST_ARGS ?=
+# WIKITEXT: a folder with valid.txt and test.txt of WikiText-2 (raw); GSM8K: its test.jsonl; TOKENS: of the text to judge on.
+WIKITEXT ?= wikitext2
+GSM8K ?=
+TOKENS ?= 65536
+RECIPES ?= $(sort $(wildcard configs/recipes/*.yaml))
+SAMPLE ?= runs/SmolLM2-135M-Instruct
 
 CALIBRATE = $(VENVS)/calibrate/bin
 SERVE = $(VENVS)/serve/bin
 
-.PHONY: help quickstart test parity lint quality format typecheck env-calibrate env-serve eval-env clean distclean
+.PHONY: help quickstart test parity lint check quality controls format typecheck env-calibrate env-serve eval-env clean distclean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 16
@@ -47,7 +53,17 @@ typecheck: env-calibrate ## mypy on the package as a wheel lays it out
 parity: env-calibrate eval-env ## a real server's greedy text and perplexity against transformers [CHECKPOINT=folder]
 	benchmarks/parity.sh $(or $(CHECKPOINT),$(firstword $(wildcard runs/quickstart/*-tilequant)))
 
-quality: lint typecheck ## everything but the tests
+check: lint typecheck ## everything but the tests
+
+quality: env-calibrate ## every recipe calibrated, packed and judged: the quality table and its bars [WIKITEXT= GSM8K= RECIPES= TOKENS=]
+	@$(CALIBRATE)/python scripts/sample_model.py $(SAMPLE)
+	$(CALIBRATE)/python benchmarks/bench_recipes.py --model $(SAMPLE) --data '$(WIKITEXT)/valid.txt' --text '$(WIKITEXT)/test.txt' \
+	  $(if $(GSM8K),--also '$(GSM8K)') --tokens $(TOKENS) $(RECIPES:%=--recipe %)
+
+controls: env-calibrate ## maps of tiles, rows, columns, modules and chance at one budget [WIKITEXT= TOKENS=]
+	@$(CALIBRATE)/python scripts/sample_model.py $(SAMPLE)
+	$(CALIBRATE)/python benchmarks/bench_recipes.py --model $(SAMPLE) --data '$(WIKITEXT)/valid.txt' --text '$(WIKITEXT)/test.txt' \
+	  --tokens $(TOKENS) --stem controls $(patsubst %,--recipe %,configs/recipes/default.yaml $(wildcard configs/recipes/controls/*.yaml))
 
 env-calibrate: ## the environment with llm-compressor
 	@scripts/setup_env.sh calibrate $(VENVS)/calibrate $(DEVICE)

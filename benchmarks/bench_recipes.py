@@ -120,12 +120,13 @@ def main() -> int:
     parser.add_argument("--also-tokens", type=int, default=8192)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the model while calibrating")
+    parser.add_argument("--stem", default="quality", help="of the results' file")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     data = ev.windows(args.model, args.data, args.samples * args.length, args.length)
     rows: list[dict] = []
     verdicts: list[tuple[bool, str]] = []
-    path = args.json or report.default_path("quality", args.device)
+    path = args.json or report.default_path(args.stem, args.device)
     with tempfile.TemporaryDirectory() as scratch:
         text = ev.windows(args.model, args.text, args.tokens, args.length)
         also = args.also and ev.windows(args.model, plain_text(args.also, Path(scratch)), args.also_tokens, args.length)
@@ -141,7 +142,7 @@ def main() -> int:
             if also is not None:
                 beside = judge(out, args.model, also, recipe.stem, args.device, [settings.default_profile])
                 rows += [row | facts | {"text": args.also.parent.name or args.also.stem} for row in beside]
-            report.write(path, report.envelope("quality", args.device, rows))  # a killed run keeps its rows
+            report.write(path, report.envelope(args.stem, args.device, rows))  # a killed run keeps its rows
             seconds = made["seconds"]
             print(f"{recipe.stem}: calibrated in {sum(seconds.values()):.1f} s ({seconds})", flush=True)
     print(report.table(rows, {"recipe": "", "text": ""} | COLUMNS))

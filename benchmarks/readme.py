@@ -41,17 +41,25 @@ def quality() -> str:
             "perplexity": r["ppl"],
         }
         for r in data["rows"]
-        if r["activation"] == "group64" and r["profile"] != "full"
+        if r["activation"] == "group64" and r["profile"] != "full" and r["text"] == "test"
     ]
+    beside = [r for r in data["rows"] if r["text"] != "test" and r["phase"] == "graded"]
+    missing = sorted({p.stem for p in (ROOT / "configs" / "recipes").glob("*.yaml")} - {r["recipe"] for r in data["rows"]})
     first = data["rows"][0]
+    others = " and ".join(
+        f"{r['kl_milli']:.1f} at {r['loaded_bits']:.2f} loaded bits for {r['recipe']}, profile {r['profile']}" for r in beside
+    )
     return (
-        f"{first['model']}, calibrated on 32 windows of 512 tokens of WikiText-2 valid, judged on {first['tokens']} tokens of "
-        f"its test part in windows of {first['window']}: KL divergence to the source model in milli-nats (its perplexity: "
-        f"{first['ppl_reference']:.2f}), INT8 activations per 64 inputs as served, grading at every position. "
-        f"{data['device']}, {data['measured_at'][:10]}, `python benchmarks/bench_recipes.py` "
+        f"{first['model']}, calibrated on {first['calibration_tokens']} tokens of WikiText-2 valid, judged on "
+        f"{first['tokens']} of its test part in windows of {first['window']}: KL divergence to the source model in "
+        f"milli-nats (its perplexity: {first['ppl_reference']:.2f}), INT8 activations per 64 inputs as served, grading at every "
+        "position. "
+        f"{data['device']}, {data['measured_at'][:10]}, `make quality` "
         f"([JSON](benchmarks/results/quality.h200.json)).\n\n{report.table(rows, QUALITY)}\n\n"
         "The sample model's weights come from a 4-bit file and a model of this size is fragile: trust the order of the rows "
-        "more than their size. A comparison with peers on the same text is not measured yet."
+        f"more than their size. On another text ({beside[0]['tokens']} tokens of GSM8K) KL is {others}. "
+        + (f"The recipes {', '.join(missing)} are not measured yet with these codes, " if missing else "")
+        + ("nor are peers on the same text." if missing else "Peers on the same text are not measured yet.")
     )
 
 

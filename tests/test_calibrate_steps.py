@@ -278,8 +278,8 @@ def test_settings_are_validated():
 def test_the_recipes_that_come_with_the_package_are_valid_and_the_default_one_is_the_default():
     folder = Path(__file__).parents[1] / "configs" / "recipes"
     recipes = {f.stem: yaml.safe_load(f.read_text()) for f in folder.glob("*.yaml")}
-    assert {"default", "w4-80", "w4", "w8"} <= set(recipes)
-    for fields in recipes.values():
+    assert {"default", "w4-80", "w4", "w8", "w8-graded"} == set(recipes)
+    for fields in (*recipes.values(), *(yaml.safe_load(f.read_text()) for f in folder.glob("controls/*.yaml"))):
         Settings(**fields)
     default = recipes["default"]
     assert default.pop("w4_fraction") == Settings().w4_share
