@@ -1,9 +1,10 @@
 """The graded GEMV against Marlin, cuBLAS and CUTLASS INT8: every time in one run, in captured graphs, over rotated weights.
 
-    python benchmarks/bench_decode_bitplane.py [--json PATH] [--shapes 4096x4096,...] [--no-peers]
+    python benchmarks/bench_decode_bitplane.py [--json PATH] [--shapes 4096x4096,...] [--recorded FILE] [--no-peers]
 
 `us` is everything from activations to outputs: preparation, product, reduction, output rotation. Peers need vLLM; a peer that
-cannot be measured is left out of the row and named at the end, never estimated.
+cannot be measured is left out of the row and named at the end, never estimated. `--recorded` adds a row with real activations
+and thresholds, of `record_activations.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 import report
@@ -27,6 +29,8 @@ from vllm_tilequant.kernels import layout, reference
 
 MAX_RMS = 2.0**-8
 ROWS_SHAPE = (28672, 4096)
+#: `level` of the row with recorded activations.
+RECORDED = "recorded"
 
 
 def ours(n: int, k: int) -> list[kernel.DecodeWeight]:
@@ -39,8 +43,11 @@ def ours(n: int, k: int) -> list[kernel.DecodeWeight]:
     ]
 
 
-def measure(n: int, k: int, m: int, level: str, weights, packed, copy_gbps: float, path: str | None = None) -> dict[str, Any]:
-    x, thr = shapes.draw_rows(m, k, "cuda"), shapes.thresholds_for(level).cuda()
+def measure(
+    n: int, k: int, m: int, level: str, weights, packed, copy_gbps: float, *, path: str | None = None, recorded=None
+) -> dict[str, Any]:
+    """recorded: (rows, thresholds) instead of drawn ones."""
+    x, thr = recorded or (shapes.draw_rows(m, k, "cuda"), shapes.thresholds_for(level).cuda())
     out = torch.full((m, n), float("nan"), dtype=x.dtype, device="cuda")
     kernel.decode_linear(x, weights[0], None, thr, out=out, path=path)
     matrices = shapes.TRANSFORMS.cuda()[packed.output_transform.long()]
@@ -122,6 +129,8 @@ def _cutlass(x, n: int, k: int) -> list[Callable[[], object]]:
 def bar(row: dict[str, Any]) -> float | None:
     """The ratio to Marlin 4-bit that the project asks for, None where it asks for none."""
     shape = (row["N"], row["K"])
+    if row["level"] == RECORDED:
+        return None
     if row["M"] > 1:
         return shapes.BARS_ROWS.get((row["M"], row["level"]))
     large, small = shapes.BARS[row["level"]]
@@ -132,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the rows")
     parser.add_argument("--shapes", help="N x K pairs, such as 4096x4096,28672x4096; default: all")
+    parser.add_argument("--recorded", type=Path, help="file of record_activations.py: one more row, at 28672x4096")
     parser.add_argument("--no-peers", action="store_true", help="our times only")
     args = parser.parse_args()
     wanted = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")] if args.shapes else [*shapes.LARGE, *shapes.SMALL]
@@ -142,6 +152,10 @@ def main() -> None:
         cases = [(1, level) for level in shapes.LEVEL_SHARES]
         cases += list(shapes.BARS_ROWS) if (n, k) == ROWS_SHAPE else []
         found = [measure(n, k, m, level, weights, packed, copy) for m, level in cases]
+        if args.recorded and (n, k) == ROWS_SHAPE:
+            data = load_file(args.recorded, device="cuda")
+            real = data["rows"][:1].contiguous(), data["thresholds"]
+            found.append(measure(n, k, 1, RECORDED, weights, packed, copy, recorded=real))
         triton = measure(n, k, 1, "3.0", weights, packed, copy, path="triton")["us"]
         del weights
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """Search launch configurations of the graded GEMV and write `configs/tuning/<gpu>.json`.
 
-    python benchmarks/tune_decode_bitplane.py [--shapes 4096x4096,...] [--write]
+    python benchmarks/tune_decode_bitplane.py [--shapes 4096x4096,...] [--streams] [--write]
 
 A configuration must serve every number of rows (bit-equality asks for one order of additions per weight), so its figure is a
 weighted mean of its times relative to the best, over several levels at one row and over more rows.
@@ -54,6 +54,28 @@ def candidates(n: int, k: int, shared_limit: int, stages=(4,), least_warps: int 
     return out
 
 
+def stream_candidates(n: int, k: int, gpu: tuning.Multiprocessors, stages=(4,)) -> list[tuning.StreamConfig]:
+    """Streams of 1 to 4 CTAs a multiprocessor that all fit it at the same time, in chains of equal length."""
+    items, out = math.ceil(n / 512) * (k // 64), []
+    for resident, chains, depth in itertools.product((1, 2, 3, 4), range(4, 21), stages):
+        ctas = gpu.count * resident
+        most = math.ceil(items / ctas)
+        if (
+            ctas > items
+            or resident * chains > 28
+            or (chains > 4 and math.ceil(most / chains) == math.ceil(most / (chains - 1)))
+        ):
+            continue
+        config = tuning.StreamConfig(ctas, chains, depth)
+        try:
+            cuts = [tuning.stream_geometry(rows, math.ceil(n / 64), k // 64, config, gpu) for rows in (1, 2, 4, 8)]
+        except NotImplementedError:
+            continue
+        if cuts[0].shared_bytes <= gpu.shared_bytes // resident - 1024:
+            out.append(config)
+    return out
+
+
 def best_many(n: int, k: int, config: tuning.DecodeConfig, weights, limit: int) -> tuning.DecodeConfig | None:
     """The same order of additions with the best cut of the outputs for more than two rows; None if there is none."""
 
@@ -68,11 +90,11 @@ def best_many(n: int, k: int, config: tuning.DecodeConfig, weights, limit: int) 
     return best(8, [dataclasses.replace(four, most_n=c) for c in counts]) if four else None
 
 
-def measure(n: int, k: int, config: tuning.DecodeConfig, weights, cases) -> dict[tuple[int, str], float]:
+def measure(n: int, k: int, config: tuning.DecodeConfig | tuning.StreamConfig, weights, cases) -> dict[tuple[int, str], float]:
     return {(m, level): measure_one(n, k, m, level, config, weights) for m, level in cases}
 
 
-def measure_one(n: int, k: int, m: int, level: str, config: tuning.DecodeConfig, weights) -> float:
+def measure_one(n: int, k: int, m: int, level: str, config: tuning.DecodeConfig | tuning.StreamConfig, weights) -> float:
     x, thr = shapes.draw_rows(m, k, "cuda"), shapes.thresholds_for(level).cuda()
     y = torch.empty(m, n, dtype=x.dtype, device="cuda")
     calls = [lambda w=w: kernel.decode_linear(x, w, None, thr, config=config, out=y, path="cuda") for w in weights]
@@ -99,6 +121,7 @@ def main() -> None:
     parser.add_argument("--first", default="3.0", help="the level at one row by which the field is narrowed")
     parser.add_argument("--keep", type=int, default=6, help="configurations that are measured at every case")
     parser.add_argument("--stages", type=int, nargs="+", default=[3, 4], help="ring depths to try")
+    parser.add_argument("--streams", action="store_true", help="try the streaming kernels as well")
     parser.add_argument("--write", action="store_true", help="write configs/tuning/<gpu>.json")
     parser.add_argument("--show", type=int, default=3, help="configurations of each shape to print")
     args = parser.parse_args()
@@ -109,7 +132,10 @@ def main() -> None:
         weights = rotation(n, k, 2.2)
         limit = shared_limit(torch.device("cuda", 0))
         found = []
-        for config in candidates(n, k, limit, stages=tuple(args.stages)):
+        choices: list[tuning.DecodeConfig | tuning.StreamConfig] = [*candidates(n, k, limit, stages=tuple(args.stages))]
+        if args.streams:
+            choices += stream_candidates(n, k, tuning.multiprocessors(torch.device("cuda", 0)), tuple(args.stages))
+        for config in choices:
             try:
                 found.append((measure_one(n, k, 1, args.first, config, weights), config))
             except RuntimeError as e:  # a cluster that this GPU cannot place
@@ -117,7 +143,7 @@ def main() -> None:
         found.sort(key=lambda f: f[0])
         rows = []
         for _, config in found[: args.keep]:
-            if config := best_many(n, k, config, weights, limit):
+            if isinstance(config, tuning.StreamConfig) or (config := best_many(n, k, config, weights, limit)):
                 rows.append((config, measure(n, k, config, weights, CASES)))
         floor = {case: min(times[case] for _, times in rows) for case in CASES}
         merit = [sum(weight * times[c] / floor[c] for c, weight in CASES.items()) for _, times in rows]

@@ -114,8 +114,8 @@ class _Config(ctypes.Structure):
 
 
 _CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6
-_MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14
-_NUM_REGS, _LOCAL_BYTES = 4, 3
+_MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT, _NON_PORTABLE_CLUSTER = 8, 9, 14
+_STATIC_SHARED, _LOCAL_BYTES, _NUM_REGS = 1, 3, 4
 
 
 def shared_limit(device: torch.device) -> int:
@@ -128,8 +128,13 @@ class Kernel:
 
     def __init__(self, handle: ctypes.c_void_p, name: str, shared_limit: int) -> None:
         self.handle, self.name = handle, name
-        check(driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, shared_limit), f"shared memory limit of {name}")
+        free = shared_limit - self.attribute(_STATIC_SHARED)
+        check(driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, free), f"shared memory limit of {name}")
         check(driver().cuFuncSetAttribute(handle, _NON_PORTABLE_CLUSTER, 1), f"cluster limit of {name}")
+
+    def prefer_shared(self) -> None:
+        """All of a multiprocessor's memory that may be either shall be shared memory rather than cache."""
+        check(driver().cuFuncSetAttribute(self.handle, _SHARED_CARVEOUT, 100), f"shared memory carve-out of {self.name}")
 
     def attribute(self, which: int) -> int:
         value = ctypes.c_int()

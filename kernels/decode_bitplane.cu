@@ -1,49 +1,18 @@
-// Graded bit-planar GEMV for 1 to 8 rows: one launch from activations to outputs. Compiled at first use by NVRTC, so it includes nothing.
+// Graded bit-planar GEMV for 1 to 8 rows: one launch from activations to outputs. Compiled at first use by NVRTC, so it includes nothing
+// but its own parts.
 //
 // A warp owns 64*TILES outputs and walks over whole 64-input tiles. Per tile it quantises the rows, finds every channel's level, sorts
 // the channels by level, and streams only the planes that a channel's level asks for through a private ring in shared memory
 // (cp.async, zero-filled where nothing is wanted). Plane words go to the INT8 tensor cores as they lie: a byte of `word & (3 << 2j)`
 // is output 4t + j of ONE channel, scaled by 4^j, so four bytes of one channel fill four k-slots of the multiply, and the activation
 // stands in B only where k-slot t meets column t. That needs no byte transposition, and any eight channels form a step.
-// Sums inside a tile are integers (exact); tiles, warps and the CTAs of a cluster add in one fixed float order, the same for every M.
+// Sums inside a tile are integers (exact); tiles, warps and CTAs add in one fixed float order, the same for every M.
 //
-// Set by the compiler's command line: XTYPE (0 bf16, 1 fp16, 2 float32), STAGES (ring depth), SUMS (1: also write the integer sums).
+// Set by the compiler's command line: XTYPE (0 bf16, 1 fp16, 2 float32), STAGES (ring depth), SUMS (1: also write the integer sums),
+// STREAM. Without it the CTAs of a cluster share a range of outputs; with it they share the whole weight evenly (decode_finish.cu), and
+// three rows and more take decode_dense.cu.
 
 #include "decode_rows.cu"
-
-// Appends the steps of planes 0 and 1 (or 2 and 3) of an input tile to the warp's list.
-template <int TILES, bool DENSE, int ROWS>
-__device__ __forceinline__ void list_steps(const Args& args, const Input<ROWS>& input, u32 counts, Step* steps, int& total, uint2 meta, int at, int block, int sub, int lane) {
-    const int second = lane >> 2 & 1, first = (lane & 3) * STEP, plane = (DENSE ? 0 : 2) + second;
-    const int left = lane < 8 ? (int)(counts >> (8 * plane) & 255) - first : 0;
-    const u32 all = __ballot_sync(FULL, left > 0);
-    if (left > 0) {
-        Step step;
-        const u32 slots = left >= STEP ? 0xffff00u : ((1u << left) - 1) << 8;
-        step.channels = shared_address(input.channel + first);
-        if (DENSE) {
-            const int inside = min(TILES, args.n_tiles - block * 8 - sub);
-            step.unit = (u32)at * 1024 + plane * 512 + sub;
-            step.wanted = ((1u << inside) - 1) | slots;
-            step.stride = 8;
-        } else {
-            const u32 whole = meta.y >> (8 * second) & 255;
-            step.unit = meta.x + (second ? 64 * __popc(meta.y & 255) : 0) + __popc(whole & ((1u << sub) - 1));
-            step.wanted = (whole >> sub & ((1u << TILES) - 1)) | slots;
-            step.stride = __popc(whole);
-        }
-        steps[total + __popc(all & ((1u << lane) - 1))] = step;
-    }
-    total += __popc(all);
-}
-
-// Table entries of outputs `lane` (low byte) and `lane + 32` of a tile; bit 16 for the identity and beyond the weight.
-__device__ __forceinline__ u32 transform_codes(const Args& args, int nt, int lane) {
-    if (nt >= args.n_tiles) return 0x10000;
-    const u32 transform = args.transform[nt];
-    if (transform == 255) return 0x10000;
-    return args.table[transform * 64 + lane] | (u32)args.table[transform * 64 + lane + 32] << 8;
-}
 
 #if STAMP
 #define MARK(i) if (lane == 0) args.sums[(blockIdx.x * warps + warp) * 16 + (i)] = (int)clock64()
@@ -51,8 +20,13 @@ __device__ __forceinline__ u32 transform_codes(const Args& args, int nt, int lan
 #define MARK(i)
 #endif
 
-// A warp (k, n) of the CTA's warps_k x warps_n takes every (splits * warps_k)-th input tile and the n-th range of outputs. Shared
-// memory, as `cuda_geometry` in decode_bitplane.py counts it: sums of all warps; their rings; inputs of all k; parts; steps.
+#if STREAM
+#include "decode_finish.cu"
+#endif
+
+// A warp (k, n) of the CTA's warps_k x warps_n takes every (splits * warps_k)-th input tile and the n-th range of outputs; with STREAM a
+// run of the CTA's items, which may cross from one block to the next. Shared memory, as tuning.py counts it: sums and rings of all warps;
+// with STREAM sums of blocks that end inside a warp's run; inputs; parts; steps; what the exchange needs.
 template <int TILES, int ROWS>
 __device__ __forceinline__ void decode(const Args& args) {
     constexpr int PAIRS = Input<ROWS>::PAIRS, HALVES = Input<ROWS>::HALVES;
@@ -64,17 +38,34 @@ __device__ __forceinline__ void decode(const Args& args) {
     extern __shared__ __align__(16) u8 shared[];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+#if STREAM
+    const int tpw = args.tiles_per_warp, sub = 0;
+    const u32 first = blockIdx.x * args.items / gridDim.x, count = (blockIdx.x + 1) * args.items / gridDim.x - first;
+    const u32 item_first = first + warp * count / warps, item_end = first + (warp + 1) * count / warps;
+    const int mine = item_end - item_first, first_block = first / args.k_tiles, last_block = (first + count - 1) / args.k_tiles;
+    const int my_block = item_first / args.k_tiles, my_kt = item_first - my_block * args.k_tiles;
+    auto input_tile = [&](int j) { return (my_kt + j) % args.k_tiles; };
+#else
     const int warps_k = args.warps_k, warps_n = warps / warps_k, warp_k = warp % warps_k, warp_n = warp / warps_k;
     const int splits = args.splits, split = blockIdx.x % splits, first_part = blockIdx.x / splits * warps_n;
     const int first_tile = (first_part + warp_n) * TILES, block = first_tile >> 3, sub = first_tile & 7;  // sub: 0, or 4 for the upper half
     const int stride = splits * warps_k, k_first = split * warps_k + warp_k, tpw = args.tiles_per_warp;
     const bool active = first_tile < args.n_tiles;
     const int k_end = active ? args.k_tiles : 0;
+#endif
 
     // [QUADS][32] accumulators of the tensor core as they lie; a warp with one tile needs them when its ring is no longer needed
     const int ring_bytes = tpw > 1 ? SUM_BYTES + STAGES * STAGE : max(SUM_BYTES, STAGES * STAGE);
     float4* warp_sums = (float4*)(shared + warp * ring_bytes);
     u8* own_ring = shared + warp * ring_bytes + (tpw > 1 ? SUM_BYTES : 0);
+#if STREAM
+    float4* ended = (float4*)(shared + warps * ring_bytes);  // [places - 1][QUADS][32]
+    Input<ROWS>* all_inputs = (Input<ROWS>*)(ended + (args.places - 1) * QUADS * 32);
+    Input<ROWS>* inputs = all_inputs + warp * tpw;
+    Part* parts = (Part*)(inputs + (warps - warp) * tpw) + warp * tpw;
+    Step* steps = (Step*)(parts + (warps - warp) * tpw) + warp * (tpw * 16 + STAGES - 1);
+    u32* borders = (u32*)(steps + (warps - warp) * (tpw * 16 + STAGES - 1));  // [warps + 1], and one word for `exchange`
+#else
     Input<ROWS>* all_inputs = (Input<ROWS>*)(shared + warps * ring_bytes);
     Part* parts = (Part*)(all_inputs + warps_k * tpw) + warp * tpw;
     Step* steps = (Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warp * (tpw * 16 + STAGES - 1);
@@ -85,14 +76,26 @@ __device__ __forceinline__ void decode(const Args& args) {
     float* received = REUSE ? (float*)all_inputs : (float*)((Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warps * (tpw * 16 + STAGES - 1));
     const int tasks = args.rows * warps_n * TILES, tasks_here = (tasks + splits - 1) / splits;
     const Input<ROWS>* inputs = all_inputs + warp_k * tpw;
+#endif
     const u32 ring = shared_address(own_ring);
+#if STREAM
+    if (lane == 0) borders[warp] = item_first;
+    if (threadIdx.x == 0) borders[warps] = first + count;
+#else
     if (!REUSE) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // nobody may send to a CTA that has not started
+#endif
     MARK(0);
 
 #pragma unroll
     for (int i = 0; i < STAGES * STAGE / 512; ++i) ((uint4*)own_ring)[i * 32 + lane] = make_uint4(0, 0, 0, 0);
     // what belongs to the weight may be read before the activations are there
     uint2 my_meta = make_uint2(0, 0);
+#if STREAM
+    if (lane < mine) my_meta = args.meta[item_first + lane];
+    for (int i = lane; i < mine * 8; i += 32)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&parts[i >> 3].factor[i & 7])), "l"(args.factor + (u64)item_first * 8 + i) : "memory");
+    const u32 transform = transforms_of(args, first_block, warp, warps, lane);
+#else
     if (lane < tpw && k_first + lane * stride < k_end) my_meta = args.meta[block * args.k_tiles + k_first + lane * stride];
     for (int i = lane; i < tpw * 8; i += 32) {
         const int kt = k_first + (i >> 3) * stride;
@@ -104,6 +107,7 @@ __device__ __forceinline__ void decode(const Args& args) {
     // the first output tile that this warp finishes
     u32 my_codes = 0x10000;
     if (warp * splits + split < tasks) my_codes = transform_codes(args, first_part * TILES + (warp * splits + split) % (warps_n * TILES), lane);
+#endif
 
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -112,12 +116,18 @@ __device__ __forceinline__ void decode(const Args& args) {
     float t4[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) t4[i] = args.thresholds[i];
+#if STREAM
+#pragma unroll 1
+    for (int j = 0; j < mine; ++j) sort_channels<ROWS>(args, inputs[j], t4, input_tile(j), lane);
+    __syncwarp();
+#else
 #pragma unroll 1
     for (int task = warp; task < warps_k * tpw; task += warps) {
         const int kt = split * warps_k + task / tpw + task % tpw * stride;
         if (kt < args.k_tiles) sort_channels<ROWS>(args, all_inputs[task], t4, kt, lane);
     }
     __syncthreads();
+#endif
     MARK(2);
 
     // who copies what: 16 bytes (one tile's share of one channel) per lane and copy
@@ -162,14 +172,25 @@ __device__ __forceinline__ void decode(const Args& args) {
 
     // the first loads need nothing but the channels of planes 0 and 1; the activations are quantised while they are under way
     int total = 0;
+#if STREAM
+    auto block_of = [&](int j) { return my_block + (my_kt + j) / (int)args.k_tiles; };
+    if (mine > 0) list_steps<TILES, true>(args, inputs[0], inputs[0].counts, steps, total, my_meta, item_first, my_block, sub, lane);
+#else
     if (k_first < k_end)
         list_steps<TILES, true>(args, inputs[0], inputs[0].counts, steps, total, my_meta, block * args.k_tiles + k_first, block, sub, lane);
+#endif
     __syncwarp();
     const int early = total;
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i)
         if (i < early) produce(i * STAGE);
     MARK(3);
+#if STREAM
+#pragma unroll 1
+    for (int j = 0; j < mine; ++j) quantise<ROWS>(inputs[j], t4, lane);
+    for (int j = 0; j < mine; ++j) {
+        const int at = item_first + j, block = block_of(j);
+#else
 #pragma unroll 1
     for (int task = warp; task < warps_k * tpw; task += warps) {
         const int kt = split * warps_k + task / tpw + task % tpw * stride;
@@ -177,6 +198,7 @@ __device__ __forceinline__ void decode(const Args& args) {
     }
     for (int j = 0, kt = k_first; kt < k_end; ++j, kt += stride) {
         const int at = block * args.k_tiles + kt;
+#endif
         const uint2 meta = make_uint2(__shfl_sync(FULL, my_meta.x, j), __shfl_sync(FULL, my_meta.y, j));
         u32 counts = inputs[j].counts;  // planes that none of the warp's tiles has need no step
         if (!(meta.y >> sub & ((1u << TILES) - 1))) counts &= 0x0000ffffu;
@@ -189,7 +211,11 @@ __device__ __forceinline__ void decode(const Args& args) {
         list_steps<TILES, false>(args, inputs[j], counts, steps, total, meta, at, block, sub, lane);
     }
     if (lane < STAGES - 1) steps[total + lane] = Step{0, shared_address(all_inputs), 0, 0};  // what the pipeline asks for beyond the end
+#if STREAM
+    __syncwarp();
+#else
     __syncthreads();
+#endif
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i)
         if (i >= early) produce(i * STAGE);
@@ -208,7 +234,14 @@ __device__ __forceinline__ void decode(const Args& args) {
 
     u32 read_at = 0, write_at = (STAGES - 1) * STAGE;
 #pragma unroll 1
+#if STREAM
+    for (int j = 0; j < mine; ++j) {
+        const int kt = input_tile(j), first_tile = block_of(j) * 8;
+        const bool fresh = j == 0 || kt == 0;  // no sum of this block yet
+#else
     for (int j = 0, kt = k_first; kt < k_end; ++j, kt += stride) {
+        const bool fresh = j == 0;
+#endif
         const u32 counts = parts[j].counts, masks = parts[j].masks;
         int sum[PAIRS][SUMS_PER_LANE][2][4];
 #pragma unroll
@@ -308,7 +341,7 @@ __device__ __forceinline__ void decode(const Args& args) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     float4& held = warp_sums[((q * SUMS_PER_LANE + i) * 2 + h) * 32 + lane];
-                    float4 v = j ? held : make_float4(0.f, 0.f, 0.f, 0.f);
+                    float4 v = fresh ? make_float4(0.f, 0.f, 0.f, 0.f) : held;
                     float whole[4];
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {  // exact: whole numbers below 2^24
@@ -331,8 +364,25 @@ __device__ __forceinline__ void decode(const Args& args) {
 #endif
                 }
         }
+#if STREAM
+        if (kt == args.k_tiles - 1 && j + 1 < mine) {  // the block's inputs end here, the run does not
+            __syncwarp();
+            float4* to = ended + (first_tile / 8 - first_block) * QUADS * 32;
+#pragma unroll
+            for (int i = 0; i < QUADS; ++i) to[i * 32 + lane] = warp_sums[i * 32 + lane];
+        }
+#endif
     }
     MARK(5);
+#if STREAM
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+
+    add_runs<ROWS>(args, shared, ring_bytes, ended, borders, first_block, last_block);
+    MARK(6);
+    exchange<ROWS>(args, first_block, last_block, transform, borders + warps + 1);
+    MARK(7);
+#else
     if (k_first >= k_end)
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) warp_sums[i * 32 + lane] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -416,7 +466,12 @@ __device__ __forceinline__ void decode(const Args& args) {
 #endif
     }
     MARK(10);
+#endif
 }
+
+#if STREAM
+#include "decode_dense.cu"
+#endif
 
 // The first bound sets the registers: 65536 / threads, so that enough warps are resident to hide each other's latencies.
 #define KERNEL(TILES, ROWS, THREADS)                                                                                  \
@@ -425,8 +480,18 @@ __device__ __forceinline__ void decode(const Args& args) {
     }
 KERNEL(8, 1, 896)
 KERNEL(8, 2, 640)
+#if STREAM
+#define DENSE(ROWS)                                                                                                            \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) decode_8_##ROWS(const __grid_constant__ Args args) {            \
+        decode_dense<ROWS>(args);                                                                                              \
+    }                                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(32 * ROWS) prepare_##ROWS(const __grid_constant__ Args args) { prepare<ROWS>(args); }
+DENSE(4)
+DENSE(8)
+#else
 KERNEL(8, 4, 512)
 KERNEL(4, 1, 896)
 KERNEL(4, 2, 768)
 KERNEL(4, 4, 640)
 KERNEL(4, 8, 512)
+#endif

@@ -24,14 +24,21 @@ from vllm_tilequant.kernels.capability import (
     unsupported_reason,
 )
 from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin
-from vllm_tilequant.kernels.decode_weight import DecodeWeight, prepare
-from vllm_tilequant.kernels.tuning import DecodeConfig, cuda_geometry, decode_config
+from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, DecodeWeight, prepare
+from vllm_tilequant.kernels.tuning import (
+    DecodeConfig,
+    StreamConfig,
+    cuda_geometry,
+    decode_config,
+    multiprocessors,
+    stream_geometry,
+)
 from vllm_tilequant.schema import LEVELS, TILE
 
 __all__ = ["DecodeWeight", "compile_kernels", "decode_linear", "decode_sums", "prepare"]
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_HEADERS = (_SOURCE.with_name("decode_rows.cu"),)
+_HEADERS = tuple(_SOURCE.with_name(f"decode_{part}.cu") for part in ("rows", "finish", "dense"))
 _BIAS_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 #: Programmatic dependent launch: the kernel may be launched while its predecessor ends; it waits before it reads anything.
 _OVERLAP = True
@@ -45,6 +52,8 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("transform", "table", "bias", "y", "sums")),
         *((name, ctypes.c_longlong) for name in ("x_stride", "y_stride")),
         *((name, ctypes.c_int) for name in ("rows", "n_tiles", "k_tiles", "tiles_per_warp", "splits", "warps_k", "bias_type")),
+        *((name, ctypes.c_uint) for name in ("items", "ring", "most_items", "places", "chains")),
+        *((name, ctypes.c_void_p) for name in ("partial", "arrivals", "prepared")),
     ]
 
 
@@ -55,10 +64,10 @@ def decode_linear(
     thresholds: Tensor,
     *,
     path: str | None = None,
-    config: DecodeConfig | None = None,
+    config: DecodeConfig | StreamConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """y = x W^T + bias, graded. Allocates only `out`; no host synchronisation; safe under CUDA graphs once compiled.
+    """y = x W^T + bias, graded. No host synchronisation; safe under CUDA graphs once compiled.
 
     x: [M, K] bf16, fp16 or float32, M 1 to 8, rows contiguous; thresholds: [4] float32, ascending, on x's device
     bias: [N] bf16, fp16 or float32 -> [M, N] in x's dtype. path: "cuda", "triton" or None for the faster that can run.
@@ -76,7 +85,12 @@ def decode_linear(
 
 
 def decode_sums(
-    x: Tensor, w: DecodeWeight, thresholds: Tensor, *, path: str | None = None, config: DecodeConfig | None = None
+    x: Tensor,
+    w: DecodeWeight,
+    thresholds: Tensor,
+    *,
+    path: str | None = None,
+    config: DecodeConfig | StreamConfig | None = None,
 ) -> Tensor:
     """The integers of `reference.tile_sums_ref` as the kernel has them: [M, K/64, N] int32. For tests."""
     check_inputs(x, w, None, thresholds)
@@ -91,9 +105,14 @@ def decode_sums(
     return sums
 
 
-def compile_kernels(device: torch.device, dtype: torch.dtype, config: DecodeConfig) -> None:
+def compile_kernels(device: torch.device, dtype: torch.dtype, config: DecodeConfig | StreamConfig) -> None:
     """Compile and load now what `decode_linear` would at its first call: a captured graph must not meet the compiler."""
-    module = _module(device, dtype, config.stages, False)
+    if isinstance(config, StreamConfig):
+        module = _module(device, dtype, config.stages, False, True)
+        for name in (*(f"decode_8_{rows}" for rows in (1, 2, 4, 8)), "prepare_4", "prepare_8"):
+            module.kernel(name).prefer_shared()
+        return
+    module = _module(device, dtype, config.stages, False, False)
     for rows in range(1, MAX_ROWS + 1):
         module.kernel(cuda_geometry(rows, 1, 1, config).kernel)
 
@@ -154,29 +173,41 @@ def _device_path(device: torch.device, n: int, k: int, dtype: torch.dtype, path:
 
 
 @functools.cache
-def _module(device: torch.device, dtype: torch.dtype, stages: int, sums: bool) -> Module:
+def _module(device: torch.device, dtype: torch.dtype, stages: int, sums: bool, stream: bool) -> Module:
     major, minor = torch.cuda.get_device_capability(device)
     architecture = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
-    defines = [f"XTYPE={DTYPES.index(dtype)}", f"STAGES={stages}", f"SUMS={int(sums)}"]
+    defines = [f"XTYPE={DTYPES.index(dtype)}", f"STAGES={stages}", f"SUMS={int(sums)}", f"STREAM={int(stream)}"]
     return Module(compile_cubin(_SOURCE, headers=_HEADERS, architecture=architecture, defines=defines), device)
 
 
 def _launch_cuda(
-    x: Tensor, w: DecodeWeight, bias: Tensor | None, thresholds: Tensor, out: Tensor, config: DecodeConfig, sums: Tensor | None
+    x: Tensor,
+    w: DecodeWeight,
+    bias: Tensor | None,
+    thresholds: Tensor,
+    out: Tensor,
+    config: DecodeConfig | StreamConfig,
+    sums: Tensor | None,
 ) -> None:
-    rows, n_tiles, k_tiles = x.shape[0], w.out_features // TILE, w.in_features // TILE
-    cut = cuda_geometry(rows, n_tiles, k_tiles, config)
-    module = _module(x.device, x.dtype, config.stages, sums is not None)
+    args = _Args(
+        x=x.data_ptr(), thresholds=thresholds.data_ptr(), codes=w.codes.data_ptr(), meta=w.meta.data_ptr(),
+        factor=w.factor.data_ptr(), transform=w.transform.data_ptr(), table=w.table.data_ptr(),
+        bias=bias.data_ptr() if bias is not None else None, y=out.data_ptr(),
+        sums=sums.data_ptr() if sums is not None else None, x_stride=x.stride(0), y_stride=out.stride(0), rows=x.shape[0],
+        n_tiles=w.out_features // TILE, k_tiles=w.in_features // TILE,
+        bias_type=_BIAS_TYPES[bias.dtype] if bias is not None else 0,
+    )  # fmt: skip
+    stream = isinstance(config, StreamConfig)
+    module = _module(x.device, x.dtype, config.stages, sums is not None, stream)
+    if isinstance(config, StreamConfig):
+        _launch_stream(args, module, x, w, out, config)
+        return
+    cut = cuda_geometry(args.rows, args.n_tiles, args.k_tiles, config)
     if cut.shared_bytes > module.shared_limit:
         raise ValueError(
             f"{config} needs {cut} for [{w.out_features}, {w.in_features}], the GPU has {module.shared_limit} bytes"
         )
-    args = _Args(
-        x.data_ptr(), thresholds.data_ptr(), w.codes.data_ptr(), w.meta.data_ptr(), w.factor.data_ptr(),
-        w.transform.data_ptr(), w.table.data_ptr(), bias.data_ptr() if bias is not None else None, out.data_ptr(),
-        sums.data_ptr() if sums is not None else None, x.stride(0), out.stride(0), rows, n_tiles, k_tiles, cut.per_warp,
-        config.splits, config.warps_k, _BIAS_TYPES[bias.dtype] if bias is not None else 0,
-    )  # fmt: skip
+    args.tiles_per_warp, args.splits, args.warps_k = cut.per_warp, config.splits, config.warps_k
     module.kernel(cut.kernel).launch(
         args,
         grid=cut.grid,
@@ -185,4 +216,24 @@ def _launch_cuda(
         shared_bytes=cut.shared_bytes,
         stream=torch.cuda.current_stream(x.device).cuda_stream,
         overlap=_OVERLAP,
+    )
+
+
+def _launch_stream(args: _Args, module: Module, x: Tensor, w: DecodeWeight, out: Tensor, config: StreamConfig) -> None:
+    if out.data_ptr() % 16 or (out.stride(0) * out.element_size()) % 16:
+        raise ValueError(f"out has strides {list(out.stride())}, wanted rows on 16-byte borders: pass a contiguous tensor")
+    cut = stream_geometry(args.rows, args.n_tiles, args.k_tiles, config, multiprocessors(x.device))
+    sums = cut.grid * cut.places * cut.rows * BLOCK_TILES * TILE
+    partial = torch.empty(sums, dtype=torch.float32, device=x.device)
+    prepared = torch.empty(args.k_tiles * cut.prepared_bytes, dtype=torch.uint8, device=x.device)
+    args.tiles_per_warp, args.chains, args.items, args.most_items = cut.per_chain, config.chains, cut.items, cut.most_items
+    args.places, args.ring = cut.places, cut.ring
+    args.partial, args.arrivals, args.prepared = partial.data_ptr(), w.arrivals.data_ptr(), prepared.data_ptr()
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    if cut.prepared_bytes:
+        module.kernel(f"prepare_{cut.rows}").launch(
+            args, grid=args.k_tiles, threads=32 * cut.rows, cluster=1, shared_bytes=0, stream=stream, overlap=_OVERLAP
+        )
+    module.kernel(f"decode_8_{cut.rows}").launch(
+        args, grid=cut.grid, threads=32 * cut.warps, cluster=1, shared_bytes=cut.shared_bytes, stream=stream, overlap=_OVERLAP
     )

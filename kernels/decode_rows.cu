@@ -14,6 +14,9 @@ typedef unsigned long long u64;
 #ifndef SUMS
 #define SUMS 0
 #endif
+#ifndef STREAM
+#define STREAM 0
+#endif
 
 #define FULL 0xffffffffu
 
@@ -29,10 +32,15 @@ struct Args {
     const u8* transform;     // [n_tiles] row of `table`, 255 for the identity
     const u8* table;         // [., 64]: bits 0-5 permutation, 6 left sign, 7 right sign
     const void* bias;        // [n_tiles * 64] or null
-    void* y;                 // [rows, n_tiles * 64], rows y_stride elements apart
+    void* y;                 // [rows, n_tiles * 64], rows y_stride elements apart (STREAM: on 16-byte borders)
     int* sums;               // [rows, k_tiles, n_tiles * 64], only with SUMS
     long long x_stride, y_stride;
     int rows, n_tiles, k_tiles, tiles_per_warp, splits, warps_k, bias_type;
+    // the rest only with STREAM
+    u32 items, ring, most_items, places, chains;  // ring: bytes; most_items, places: items and blocks of a CTA; chains: see decode_finish.cu
+    float* partial;          // [CTAs, places, ROWS, 8, 64]: sums over a CTA's part of the inputs, for each of its blocks
+    u32* arrivals;           // [blocks] zeros before and after: how many parts of a block's sums are in `partial`
+    u8* prepared;            // [k_tiles] `Prepared`, made by a launch of its own: above two rows
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -41,8 +49,13 @@ __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_gr
 
 __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory"); }
 
+#if STREAM
+#define MMA asm  // may be moved: decode_dense.cu is faster so
+#else
+#define MMA asm volatile
+#endif
 __device__ __forceinline__ void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
+    MMA(
         "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -226,4 +239,38 @@ __device__ __forceinline__ void quantise(Input<ROWS>& tile, const float (&t)[4],
                 const u32 wants = (l_word[k][half] + (127 - p) * 0x01010101u) >> 7 & 0x01010101u;
                 store_entry<PAIRS>(&tile.entry[p][slots >> (8 * k) & 255][half][0], q_word[k][half] & wants * 255);
             }
+}
+
+// Appends the steps of planes 0 and 1 (or 2 and 3) of an input tile to the warp's list.
+template <int TILES, bool DENSE, int ROWS>
+__device__ __forceinline__ void list_steps(const Args& args, const Input<ROWS>& input, u32 counts, Step* steps, int& total, uint2 meta, int at, int block, int sub, int lane) {
+    const int second = lane >> 2 & 1, first = (lane & 3) * STEP, plane = (DENSE ? 0 : 2) + second;
+    const int left = lane < 8 ? (int)(counts >> (8 * plane) & 255) - first : 0;
+    const u32 all = __ballot_sync(FULL, left > 0);
+    if (left > 0) {
+        Step step;
+        const u32 slots = left >= STEP ? 0xffff00u : ((1u << left) - 1) << 8;
+        step.channels = shared_address(input.channel + first);
+        if (DENSE) {
+            const int inside = min(TILES, args.n_tiles - block * 8 - sub);
+            step.unit = (u32)at * 1024 + plane * 512 + sub;
+            step.wanted = ((1u << inside) - 1) | slots;
+            step.stride = 8;
+        } else {
+            const u32 whole = meta.y >> (8 * second) & 255;
+            step.unit = meta.x + (second ? 64 * __popc(meta.y & 255) : 0) + __popc(whole & ((1u << sub) - 1));
+            step.wanted = (whole >> sub & ((1u << TILES) - 1)) | slots;
+            step.stride = __popc(whole);
+        }
+        steps[total + __popc(all & ((1u << lane) - 1))] = step;
+    }
+    total += __popc(all);
+}
+
+// Table entries of outputs `lane` (low byte) and `lane + 32` of a tile; bit 16 for the identity and beyond the weight.
+__device__ __forceinline__ u32 transform_codes(const Args& args, int nt, int lane) {
+    if (nt >= args.n_tiles) return 0x10000;
+    const u32 transform = args.transform[nt];
+    if (transform == 255) return 0x10000;
+    return args.table[transform * 64 + lane] | (u32)args.table[transform * 64 + lane + 32] << 8;
 }

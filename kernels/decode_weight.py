@@ -40,6 +40,8 @@ class DecodeWeight:
     factor: [blocks, K/64, 8] float32, tile scale * 2^(bits - 9): the value of one step of doubled, 8-bit-aligned codes
     transform: [N/64] uint8, row of `table` per output tile, `IDENTITY` for none
     table: [transforms, 64] uint8: bits 0-5 the permutation, 6 the left sign, 7 the right sign of diag(l) H[p, :] diag(r)
+    arrivals: [blocks] int32, zeros between launches: the streaming kernels count there how many parts of a block's sums are
+        written, so two of their launches over one weight must not run at the same time
     """
 
     codes: Tensor
@@ -47,6 +49,7 @@ class DecodeWeight:
     factor: Tensor
     transform: Tensor
     table: Tensor
+    arrivals: Tensor
     out_features: int
     in_features: int
 
@@ -101,6 +104,7 @@ def prepare(w: PackedWeight, transforms: Tensor) -> DecodeWeight:
         factor.view(k_tiles, blocks, BLOCK_TILES).transpose(0, 1).contiguous(),
         transform,
         table,
+        torch.zeros(blocks, dtype=torch.int32, device=bits.device),
         n,
         k,
     )

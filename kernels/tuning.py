@@ -1,7 +1,8 @@
 """Launch configurations: the one place with block sizes. A command writes `configs/tuning/<gpu>.json`, serving only reads it.
 
-Of a configuration only `splits` and `warps_k` decide the order in which input tiles are added, and they depend on nothing but
-the weight's shape. So a row has the same bits alone and in any batch, whichever of the other fields its number of rows selects.
+Of a decode configuration only `splits` and `warps_k` (of a stream's, `ctas` and `chains`) decide the order in which input
+tiles are added, and they depend on nothing but the weight's shape. So a row has the same bits alone and in any batch, whichever
+of the other fields its number of rows selects.
 """
 
 from __future__ import annotations
@@ -61,6 +62,34 @@ class DecodeConfig:
         return (self.many_tiles, self.many_n) if rows <= 4 else (4, self.most_n)
 
 
+#: What every CTA takes of a multiprocessor's shared memory beside its own.
+_RESERVED_BYTES = 1024
+#: Blocks of 512 outputs that a CTA may touch, and items of a chain: lanes of a warp answer for them.
+_MOST_PLACES, _MOST_PER_CHAIN = 16, 32
+#: Above two rows: warps of a CTA, CTAs of a multiprocessor that registers allow, bytes of an `Item` of the CUDA source, and the
+#: ring that its largest item takes (16 KiB, and two planes of 9 KiB).
+_DENSE_WARPS, _DENSE_RESIDENT, _ITEM_BYTES, _LARGEST_ITEM = 4, 3, 48, 34 * 1024
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """The other way to cut a weight shape: all CTAs get equally many of its items (512 outputs x 64 inputs), neighbours in the
+    order of memory, whatever the shape. Parts of a sum meet in global memory (kernels/README.md compares the two).
+
+    ctas: CTAs for one and two rows, and for more of them as well
+    chains: runs of a CTA's items that are summed up on their own: its warps, for one and two rows
+    stages: depth of a warp's ring for one and two rows, in steps of 16 channels
+    """
+
+    ctas: int
+    chains: int = 8
+    stages: int = 3
+
+    def __post_init__(self) -> None:
+        if not (self.ctas >= 1 and 4 <= self.chains <= 20 and 3 <= self.stages <= 16):
+            raise ValueError(f"{self}: wanted at least one CTA, 4 to 20 chains, 3 to 16 stages")
+
+
 def gpu_key(name: str) -> str:
     """File stem of a GPU: "NVIDIA H200" -> "h200", "NVIDIA A100-SXM4-80GB" -> "a100-sxm4-80gb"."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
@@ -104,10 +133,14 @@ def _read(gpu: str) -> dict[str, Any]:
 
 
 @functools.cache
-def tuned(gpu: str) -> dict[tuple[int, int], DecodeConfig]:
-    """(N, K) -> configuration of the graded product, as the tuning file of a GPU says."""
-    fields = DecodeConfig.__dataclass_fields__
-    return {(e["n"], e["k"]): DecodeConfig(**{f: e[f] for f in fields if f in e}) for e in _read(gpu).get(KEY, [])}
+def tuned(gpu: str) -> dict[tuple[int, int], DecodeConfig | StreamConfig]:
+    """(N, K) -> configuration of the graded product, as the tuning file of a GPU says; an entry with `ctas` is a stream's."""
+
+    def config(entry: dict[str, Any]) -> DecodeConfig | StreamConfig:
+        kind = StreamConfig if "ctas" in entry else DecodeConfig
+        return kind(**{f: entry[f] for f in kind.__dataclass_fields__ if f in entry})
+
+    return {(e["n"], e["k"]): config(e) for e in _read(gpu).get(KEY, [])}
 
 
 @functools.cache
@@ -168,6 +201,78 @@ def cuda_geometry(rows: int, n_tiles: int, k_tiles: int, config: DecodeConfig) -
     return Geometry(f"decode_{tiles}_{held}", tiles, warps, per_warp, grid, shared)
 
 
+@dataclass(frozen=True)
+class Multiprocessors:
+    """Of one GPU. count; shared_bytes: of one of them; cta_bytes: the most that a CTA may have."""
+
+    count: int
+    shared_bytes: int
+    cta_bytes: int
+
+
+@dataclass(frozen=True)
+class StreamGeometry:
+    """A launch of the streaming kernels, in the words of their `Args`.
+
+    rows: that the kernel is compiled for; prepared_bytes: of an input tile's rows, where a launch of its own prepares them
+    """
+
+    rows: int
+    warps: int
+    grid: int
+    items: int
+    most_items: int
+    places: int
+    per_chain: int
+    ring: int
+    shared_bytes: int
+    prepared_bytes: int
+
+
+@functools.cache
+def stream_geometry(rows: int, n_tiles: int, k_tiles: int, config: StreamConfig, gpu: Multiprocessors) -> StreamGeometry:
+    """What a launch over [n_tiles, k_tiles] takes; the bytes mirror the layouts at the top of the kernels' bodies.
+
+    Raises `NotImplementedError` where a CTA's part does not fit.
+    """
+    held = next(r for r in (1, 2, 4, 8) if r >= rows)
+    items = -(-n_tiles // 8) * k_tiles
+    grid = min(config.ctas, items)
+    most = -(-items // grid)
+    places = min(-(-(most - 1) // k_tiles) + 1, most)
+    per_chain = -(-most // config.chains)
+    fits = places <= _MOST_PLACES and per_chain <= _MOST_PER_CHAIN and items * (grid + 1) < 2**32
+    ring = prepared = 0
+    if held <= 2:
+        warps = config.chains
+        sums, stages = held * 2048, config.stages * 2048
+        kept = per_chain * (_up(132 + 276 * held) + 48) + (per_chain * 16 + config.stages - 1) * 16
+        shared = warps * ((sums + stages if per_chain > 1 else max(sums, stages)) + kept)
+        shared += (places - 1) * sums + _up(4 * (warps + 2))
+        fits = fits and shared <= gpu.cta_bytes
+    else:
+        warps = _DENSE_WARPS
+        prepared = _up(32 + 292 * held)
+        kept = most * _ITEM_BYTES + min(most, k_tiles) * prepared
+        for resident in range(min(_DENSE_RESIDENT, -(-grid // gpu.count)), 0, -1):
+            limit = min(gpu.cta_bytes, gpu.shared_bytes // resident - _RESERVED_BYTES)
+            ring = min(most * _LARGEST_ITEM, (limit - kept) // 1024 * 1024)
+            if ring >= _LARGEST_ITEM:
+                break
+        shared = ring + kept
+        fits = fits and ring >= _LARGEST_ITEM
+    if not fits:
+        raise NotImplementedError(
+            f"{config} for [{n_tiles * 64}, {k_tiles * 64}] and {rows} rows: {per_chain} items a chain, {places} blocks and "
+            f"{shared} bytes a CTA, of which {_MOST_PER_CHAIN}, {_MOST_PLACES} and {gpu.cta_bytes} are possible: take more CTAs"
+        )
+    return StreamGeometry(held, warps, grid, items, most, places, per_chain, ring, shared, prepared)
+
+
+def _up(size: int) -> int:
+    return -(-size // 16) * 16
+
+
 def default_config(n: int, k: int, multiprocessors: int, limit: int) -> DecodeConfig:
     """The documented default: clusters of 8 (fewer for few input tiles, 16 where 8 need too much shared memory), up to 8 warps
     that take two input tiles each if that is enough, 512 outputs to a warp, or 256 where multiprocessors would be idle.
@@ -189,7 +294,15 @@ def default_config(n: int, k: int, multiprocessors: int, limit: int) -> DecodeCo
 
 
 @functools.cache
-def decode_config(n: int, k: int, device: torch.device) -> DecodeConfig:
+def multiprocessors(device: torch.device) -> Multiprocessors:
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Multiprocessors(
+        properties.multi_processor_count, properties.shared_memory_per_multiprocessor, properties.shared_memory_per_block_optin
+    )
+
+
+@functools.cache
+def decode_config(n: int, k: int, device: torch.device) -> DecodeConfig | StreamConfig:
     """Configuration of a weight [n, k] on a device: the tuned one of this GPU and shape, else the default."""
     properties = torch.cuda.get_device_properties(device)
     found = tuned(gpu_key(properties.name)).get((n, k))
@@ -198,7 +311,7 @@ def decode_config(n: int, k: int, device: torch.device) -> DecodeConfig:
 
 def dump(
     gpu: str,
-    configs: dict[tuple[int, int], DecodeConfig],
+    configs: Mapping[tuple[int, int], DecodeConfig | StreamConfig],
     extra: dict[str, Any],
     prefill: dict[tuple[int, int], PrefillConfig] | None = None,
 ) -> str:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from cases import TRANSFORMS, make_case
-from vllm_tilequant.kernels import capability
+from vllm_tilequant.kernels import capability, tuning
 from vllm_tilequant.kernels.capability import DecodeSpec, choose_path, unsupported_reason
 from vllm_tilequant.kernels.decode_bitplane import decode_linear, prepare
 from vllm_tilequant.kernels.decode_weight import factor_hadamard
 from vllm_tilequant.kernels.layout import aligned_codes, hadamard_matrix
-from vllm_tilequant.kernels.tuning import DecodeConfig, cuda_geometry, default_config, dump, gpu_key, tuned
+from vllm_tilequant.kernels.tuning import (
+    DecodeConfig,
+    Multiprocessors,
+    StreamConfig,
+    cuda_geometry,
+    default_config,
+    dump,
+    gpu_key,
+    stream_geometry,
+    tuned,
+)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +128,49 @@ def fits(n: int, k: int, config: DecodeConfig, limit: int) -> None:
         assert cut.per_warp * config.splits * config.warps_k * 64 >= k and cut.warps <= 16
 
 
+H200 = Multiprocessors(132, 233472, 232448)
+
+
+def streams(n: int, k: int, config: StreamConfig) -> None:
+    """Every item once, every CTA as many as its neighbours, and a launch that the GPU can hold."""
+    items = -(-n // 512) * (k // 64)
+    for rows in range(1, 9):
+        cut = stream_geometry(rows, n // 64, k // 64, config, H200)
+        assert cut.items == items and cut.shared_bytes <= H200.cta_bytes and cut.warps <= 20
+        borders = [i * items // cut.grid for i in range(cut.grid + 1)]
+        lengths = {b - a for a, b in zip(borders, borders[1:], strict=False)}
+        assert max(lengths) == cut.most_items and min(lengths) >= cut.most_items - 1 >= 0
+        for first, end in zip(borders, borders[1:], strict=False):
+            assert (end - 1) // (k // 64) - first // (k // 64) < cut.places
+        # the kernel's formulas for the CTAs that have parts of a block
+        for block in range(items // (k // 64)):
+            of, to = ((block * (k // 64) + 1) * cut.grid - 1) // items, ((block + 1) * (k // 64) * cut.grid - 1) // items
+            assert (
+                borders[of] <= block * (k // 64) < borders[of + 1] and borders[to] < (block + 1) * (k // 64) <= borders[to + 1]
+            )
+
+
+def test_streams_cut_a_weight_evenly():
+    for n, k, config in (
+        (64, 64, StreamConfig(1)),
+        (4096, 14336, StreamConfig(132, 14)),
+        (35840, 5120, StreamConfig(264, 11)),
+        (28672, 4096, StreamConfig(264, 14)),
+        (10304, 128, StreamConfig(3, 5)),
+    ):
+        streams(n, k, config)
+    with pytest.raises(NotImplementedError, match="more CTAs"):
+        stream_geometry(1, 64 * 8, 64, StreamConfig(1, 4), H200)
+    with pytest.raises(ValueError, match="chains"):
+        StreamConfig(132, 3)
+
+
+def test_a_tuning_file_tells_streams_from_clusters(monkeypatch):
+    written = dump("some", {(64, 64): StreamConfig(7, 5, 4), (128, 64): DecodeConfig(1, 1)}, {})
+    monkeypatch.setattr(tuning, "_read", lambda gpu: json.loads(written))
+    assert tuned.__wrapped__("some") == {(64, 64): StreamConfig(7, 5, 4), (128, 64): DecodeConfig(1, 1)}
+
+
 def test_configurations():
     assert gpu_key("NVIDIA H200") == "h200" and gpu_key("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
     limit = 232448
@@ -124,7 +179,10 @@ def test_configurations():
     with pytest.raises(NotImplementedError, match="shared memory"):
         default_config(4096, 64 * 4000, 132, limit)
     for (n, k), config in tuned("h200").items():
-        fits(n, k, config, limit)
+        if isinstance(config, DecodeConfig):
+            fits(n, k, config, limit)
+        else:
+            streams(n, k, config)
     with pytest.raises(ValueError, match="splits"):
         DecodeConfig(32, 1)
     assert '"n": 64' in dump("h200", {(64, 64): DecodeConfig(1, 1)}, {})

@@ -14,7 +14,7 @@ from vllm_tilequant.kernels import reference
 from vllm_tilequant.kernels.capability import MAX_ROWS
 from vllm_tilequant.kernels.decode_bitplane import decode_linear, decode_sums, prepare
 from vllm_tilequant.kernels.layout import to_device
-from vllm_tilequant.kernels.tuning import DecodeConfig
+from vllm_tilequant.kernels.tuning import DecodeConfig, StreamConfig
 
 GPU_ROWS = sorted({min(m, MAX_ROWS) for m in ROWS} | {4, 5})
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -101,21 +101,57 @@ def test_every_cut_gives_the_same_integers(splits, warps, tiles):
 
 
 @pytest.mark.gpu
-def test_replays_of_one_graph_follow_thresholds_and_inputs():
+@pytest.mark.parametrize("ctas", [2, 3, 5, 7, 24, 47, 1000])
+@pytest.mark.parametrize(("chains", "stages"), [(4, 3), (7, 4), (14, 6)])
+def test_every_cut_of_a_stream_gives_the_same_integers(ctas, chains, stages):
+    """From CTAs with several blocks to one CTA an item; chains over the end of a block, and more of them than items."""
+    case = make_case(1088, 1536, "mixed2468")
+    for m in (1, 2, 4, 7):
+        check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=StreamConfig(ctas, chains, stages))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_streams_of_every_dtype_map_and_level(dtype):
+    for shape, kind in (((64, 64), "all4"), ((192, 320), "all8"), ((576, 1536), "mixed48"), ((1088, 128), "all2")):
+        case = make_case(*shape, kind)
+        for m in (1, 2, 3, 8):
+            for thresholds in THRESHOLDS:
+                check(case, m, thresholds, dtype, "cuda", path="cuda", config=StreamConfig(5, 4, 3), bias=m != 2)
+
+
+@pytest.mark.gpu
+def test_a_chain_of_a_stream_may_cover_many_blocks():
+    case = make_case(64 * 8 * 20 + 64, 128)
+    for m in (1, 2, 3, 8):
+        for ctas in (2, 3):
+            check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=StreamConfig(ctas, 4, 3))
+
+
+@pytest.mark.gpu
+def test_a_stream_at_the_size_of_a_model():
+    case = make_case(4096, 14336)
+    for m in (1, 3):
+        check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=StreamConfig(132, 14, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [None, StreamConfig(7, 5)], ids=["clusters", "stream"])
+def test_replays_of_one_graph_follow_thresholds_and_inputs(config):
     case = make_case(576, 1536)
     w = prepare(case.weight, TRANSFORMS).to("cuda")
     x, thr = make_rows(2, 1536, torch.bfloat16).cuda(), torch.tensor(THRESHOLDS["graded"], device="cuda")
-    decode_linear(x, w, None, thr)
+    decode_linear(x, w, None, thr, config=config)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = decode_linear(x, w, None, thr)
+        y = decode_linear(x, w, None, thr, config=config)
     for name in THRESHOLDS:
         for seed in (1, 2):
             x.copy_(make_rows(2, 1536, torch.bfloat16, seed))
             thr.copy_(torch.tensor(THRESHOLDS[name]))
             y.fill_(float("nan"))
             graph.replay()
-            assert torch.equal(y, decode_linear(x, w, None, thr))
+            assert torch.equal(y, decode_linear(x, w, None, thr, config=config))
 
 
 @pytest.mark.gpu

@@ -64,8 +64,8 @@ def _tile_linear(
     """
     x = x.contiguous()  # the products want rows without gaps; a caller may hand over a slice
     if kernel:
-        codes, meta, factor, transform, table = graded
-        form = DecodeWeight(codes, meta, factor, transform, table, out_features, x.shape[-1])
+        codes, meta, factor, transform, table, arrivals = graded
+        form = DecodeWeight(codes, meta, factor, transform, table, arrivals, out_features, x.shape[-1])
         w = LinearWeight(PrefillWeight(*static), form, input_rotation)
     else:
         w = LinearWeight(static[0], PortableWeight(*graded), input_rotation)
