@@ -20,6 +20,7 @@ from tolerances import FLOAT32_RMS, relative_rms
 from vllm_tilequant import schema as s
 from vllm_tilequant.config import check_parallel
 from vllm_tilequant.kernels import layout, reference
+from vllm_tilequant.linear import _legal_tp_sizes
 
 pytestmark = pytest.mark.serve
 
@@ -140,6 +141,19 @@ def test_sizes_of_the_sample_model():
     assert "  model.layers.0-29.mlp.gate_proj: 1536 outputs / 9 = 170.667, not a multiple of 64" in str(nine.value)
     assert "self_attn" not in str(nine.value)  # a query head each, a KV head for every three: attention could be cut
     check_parallel(SimpleNamespace(modules=NINE.modules(2)), NINE.config(), parallel(tensor_parallel_size=9))
+
+
+def test_each_layer_judges_as_the_rule_for_the_whole_model(monkeypatch):
+    """The plugin's check of a single layer, which knows vLLM's own cut, against the one that only knows names."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    import legal_sizes
+
+    for m in legal_sizes.MODELS:
+        qkv = SimpleNamespace(total_num_heads=m.heads, total_num_kv_heads=m.kv_heads, head_size=m.head, v_head_size=m.head)
+        gate_up = SimpleNamespace(output_sizes=[m.intermediate] * 2)
+        sizes = [_legal_tp_sizes(qkv, None), _legal_tp_sizes(gate_up, None)]
+        sizes += [_legal_tp_sizes(None, k) for k in (m.heads * m.head, m.intermediate)]
+        assert m.legality(1).legal == sorted(set.intersection(*map(set, sizes))), m.name
 
 
 @pytest.mark.parametrize(
