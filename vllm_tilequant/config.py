@@ -134,16 +134,18 @@ class TileQuantConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> TileQuantConfig:
         return cls(QuantizationSchema.parse(config))
 
-    def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
-        """Judge a local folder in the server's first process, before anything else starts: every header and every value.
+    def maybe_update_config(self, model_name: str, *args: Any, revision: str | None = None, **kwargs: Any) -> None:
+        """Judge the folder in the server's first process, before anything else starts: every header and every value.
 
         Raises `CheckpointError` listing every fault. Codes of tiles are not read for it (any is legal), so that the time is
         that of reading embeddings and norms. A folder without any weight file is left to vLLM, whose load format may not need
-        one; a hub id is checked linear by linear while it loads.
+        one. So is a hub id whose files are not all in the hub's cache yet: its linears are judged one by one while they load.
         """
         from vllm_tilequant.checkpoint.verify import verify
 
         folder = Path(model_name)
+        if not folder.is_dir():
+            folder = _downloaded(model_name, revision) or folder
         if folder.is_dir() and any(folder.glob("*.safetensors*")):
             verify(folder, hashes=False)  # hashing would read all of the codes
 
@@ -247,6 +249,24 @@ class TileQuantConfig(QuantizationConfig):
     def is_ignored(self, name: str) -> bool:
         """Whether `ignore` names the module, literally or by a pattern `re:...` that matches from its start."""
         return ignored_by(self.ignore, name) is not None
+
+
+def _downloaded(model_name: str, revision: str | None) -> Path | None:
+    """Folder of a hub id in the hub's cache, once all of its weight files are there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from vllm_tilequant.checkpoint.files import weight_files
+
+    try:
+        config = try_to_load_from_cache(model_name, "config.json", revision=revision)
+    except ValueError:  # no hub id: a bucket, a file
+        return None
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    if not any(folder.glob("*.safetensors*")):
+        return None
+    return folder if all((folder / file).exists() for file in weight_files(folder)[0]) else None
 
 
 @cache

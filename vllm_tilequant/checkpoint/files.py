@@ -153,7 +153,7 @@ def read_headers(folder: Path, *, strangers: bool = False) -> dict[str, Header]:
 
     strangers: tolerate other weight files and pickles beside (they are not read): for a source model of the user's own.
     """
-    files, listed = _weight_files(folder)
+    files, listed = weight_files(folder)
     if not strangers:
         _refuse_strangers(folder, files)
     headers: dict[str, Header] = {}
@@ -174,7 +174,7 @@ def read_headers(folder: Path, *, strangers: bool = False) -> dict[str, Header]:
     return headers
 
 
-def _weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     """The weight files, and the index's own map of tensor -> file if the folder has an index."""
     weight_map = None
     if (folder / INDEX).exists():
