@@ -149,6 +149,8 @@ def test_evaluate_prints_a_table_and_writes_rows(toy, tmp_path, capsys):
     for row in rows:
         assert f"{row['loaded_bits']:.3f}" in out
     assert "5/5" in err or "left" in err
+    code, out, err = call(capsys, *common, "--tokens", 256, "--profile", "all", "--json", "-")
+    assert code == 0 and [r["kl_milli"] for r in json.loads(out)] == [r["kl_milli"] for r in rows], err
 
 
 @needs_transformers

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from vllm_tilequant import evaluate as ev
 from vllm_tilequant.checkpoint.reader import Checkpoint
+from vllm_tilequant.cli.output import print_json
 
 
 class Phase(StrEnum):
@@ -45,7 +46,7 @@ def evaluate(
     device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="Of both models.")] = Dtype.float32,
     batch: Annotated[int | None, typer.Option(help="Windows at once; by the vocabulary if left out.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here as well.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here as well; -: print only them.")] = None,
 ) -> None:
     """Compare a checkpoint with its source model: KL, same top token, perplexity, stored and loaded bits."""
     schema = Checkpoint.open(folder).schema
@@ -61,6 +62,9 @@ def evaluate(
         batch=batch,
         progress=print_progress,
     )
+    if json_file == Path("-"):
+        print_json(rows)
+        return
     print_quality(rows)
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=1) + "\n")
