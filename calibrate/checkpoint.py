@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REPORT = CALIBRATION
+#: Of one weight file, unless the caller of `save_pretrained` wants another size.
+SHARD_BYTES = 4 << 30
 
 
 def build_schema(result: Result, linears: dict[str, nn.Linear], profiles: list[str], default: str, ignore: list[str]):
@@ -65,6 +67,7 @@ def wrap_save_pretrained(model: PreTrainedModel, packed: Callable[[], tuple[Resu
         if not save_compressed:
             inner(save_directory, *args, save_compressed=False, **kwargs)
             return
+        kwargs.setdefault("max_shard_size", SHARD_BYTES)
         result, schema = packed()
         group_of = {member: g.name for g in result.groups for member in g.members}
         modules = dict(model.named_modules())

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from vllm_tilequant.checkpoint import card
+from vllm_tilequant.checkpoint.files import INDEX
 from vllm_tilequant.checkpoint.reader import Checkpoint
 from vllm_tilequant.checkpoint.verify import verify
 
+needs_llmcompressor = pytest.mark.skipif(importlib.util.find_spec("llmcompressor") is None, reason="quantizes a model")
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = {
     "source": {"name": "org/name", "revision": "0123abc"},
@@ -91,7 +93,19 @@ def test_origin(tmp_path):
     assert card.origin("org/x", tmp_path / "nowhere") == {"name": "org/x", "revision": None}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llmcompressor") is None, reason="quantizes a model")
+@needs_llmcompressor
+def test_a_large_checkpoint_comes_in_several_files(model, text, tmp_path, tilequant, monkeypatch):
+    from vllm_tilequant.calibrate import checkpoint
+
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 100_000)
+    code, _, err = tilequant("quantize", model, tmp_path / "out", "--data", text, "--samples", 4, "--length", 64)
+    assert code == 0, err
+    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2 and files[0].startswith("model-00001-of-") and (tmp_path / "out" / INDEX).exists()
+    assert verify(tmp_path / "out").manifest and all(f in (tmp_path / "out" / "SHA256SUMS").read_text() for f in files)
+
+
+@needs_llmcompressor
 def test_a_saved_checkpoint_has_card_and_companions_and_json_tells_of_it(model, text, tmp_path, tilequant):
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(model, source)
