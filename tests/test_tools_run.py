@@ -61,6 +61,8 @@ def test_serve_prints_the_command(toy, tilequant):
     assert command[:7] == ["vllm", "serve", str(toy), "--quantization", "tilequant", "--dtype", "bfloat16"]
     assert command[7:9] == ["--tensor-parallel-size", "2"] and command[-2:] == ["--port", "9000"]
     assert json.loads(command[10]) == {"tilequant": {"profile": "2.0", "activation": "group64"}}
+    command = json.loads(tilequant("serve", toy, "--prefill-activation", "group64", "--json")[1])
+    assert json.loads(command[-1])["tilequant"]["prefill_activation"] == "group64"
     code, out, _ = tilequant("serve", toy, "--print")
     assert code == 0 and f"vllm serve {toy}" in out and '"profile": "3.0"' in out
     assert "unknown profile '9'" in tilequant("serve", toy, "--profile", "9")[2]
@@ -86,12 +88,13 @@ def test_doctor(tilequant):
     code, out, err = tilequant("doctor", "--json")
     data = json.loads(out)
     assert data["packages"]["torch"] and data["packages"]["vllm-tilequant"]
-    assert set(next(iter(data["kernels"].values()))) == {"cuda", "triton"}
+    kernels = {f"{phase} {path}" for phase in ("decode", "prefill") for path in ("cuda", "triton")}
+    assert set(next(iter(data["kernels"].values()))) == kernels
     installed = importlib.util.find_spec("vllm") is not None
     assert data["plugin"]["expected"] == data["plugin"]["registered"] == installed, data["plugin"]
     assert code == 0, err
     if not torch.cuda.is_available():
-        assert data["kernels"] == {"no GPU": dict.fromkeys(("cuda", "triton"), "no CUDA GPU; the portable path serves")}
+        assert data["kernels"] == {"no GPU": dict.fromkeys(kernels, "no CUDA GPU; the portable path serves")}
     code, out, _ = tilequant("doctor")
     assert code == 0 and out.startswith("```text\n") and out.endswith("```\n") and torch.__version__ in out
 

@@ -21,7 +21,7 @@ from vllm_tilequant.checkpoint.files import read_config
 from vllm_tilequant.checkpoint.reader import Checkpoint
 from vllm_tilequant.cli import doctor
 from vllm_tilequant.cli.output import JsonFlag, print_json, print_table
-from vllm_tilequant.cli.serve import Activation, serve_command, vllm_program
+from vllm_tilequant.cli.serve import Activation, PrefillOption, serve_command, vllm_program
 
 _GIB = float(1 << 30)
 
@@ -43,6 +43,7 @@ def bench(
     warmups: Annotated[int, typer.Option(min=0, help="Requests before those that count.")] = 3,
     how: Annotated[How, typer.Option(help="vllm bench serve against a server, or vllm bench latency.")] = How.serve,
     activation: Annotated[Activation, typer.Option(help="INT8 per 64 inputs, or none.")] = Activation.group64,
+    prefill_activation: PrefillOption = None,
     dtype: Annotated[str, typer.Option(help="Of both models.")] = "bfloat16",
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
@@ -66,10 +67,10 @@ def bench(
         raise FileExistsError(f"{output} is there already and not empty: name another folder")
     checkpoint = Checkpoint.open(folder)
     common = ["--max-model-len", str(prompt + answer + 64), "--no-enable-prefix-caching", *(more or [])]
-    profiles = profile or [checkpoint.schema.profiles.default]
-    models: list[tuple[str, str | None, Path, list[str]]] = [
-        ("tilequant", p, folder, serve_command(checkpoint, p, activation.value, dtype, tp, common)) for p in profiles
-    ]  # fmt: skip
+    models: list[tuple[str, str | None, Path, list[str]]] = []
+    for one in profile or [checkpoint.schema.profiles.default]:
+        command = serve_command(checkpoint, one, activation, prefill_activation, dtype, tp, common)
+        models.append(("tilequant", one, folder, command))
     if reference is not None:
         if "quantization_config" in read_config(reference):
             raise ValueError(f"{reference} is quantized: name the original model as --reference")
@@ -85,8 +86,8 @@ def bench(
         shown = command if how is How.serve else ["vllm", "bench", "latency", "--model", *command[2:]]
         print(f"bench: {name}: {shlex.join(shown)}", file=sys.stderr, flush=True)
         log = output / f"{name}.log"
-        one = _served if how is How.serve else _latency
-        with closing(one([program, *command[1:]], loads, log, start_seconds)) as run:
+        run_with = _served if how is How.serve else _latency
+        with closing(run_with([program, *command[1:]], loads, log, start_seconds)) as run:
             for load, measured in run:
                 bits = _loaded_bits(checkpoint, chosen, load.batch) if method == "tilequant" else None
                 rows.append(

@@ -66,13 +66,15 @@ def _torch() -> dict[str, Any]:
     try:
         import torch
 
-        from vllm_tilequant.kernels import capability
+        from vllm_tilequant.kernels import capability, prefill_cuda
     except (ImportError, OSError, RuntimeError, AttributeError) as e:  # a broken torch is a finding
         return {"torch_error": f"{type(e).__name__}: {e}", "gpus": [], "kernels": {}}
 
     def reasons(of: tuple[int, int] | None) -> dict[str, str | None]:
         spec = capability.DecodeSpec(4096, 4096, torch.bfloat16, of)
-        return {path: capability.unsupported_reason(spec, path) for path in capability.PATHS}
+        found = {f"decode {path}": capability.unsupported_reason(spec, path) for path in capability.PATHS}
+        prefill = found["decode triton"] if of is None else prefill_cuda.unsupported_reason(of)
+        return found | {"prefill cuda": prefill, "prefill triton": found["decode triton"]}
 
     gpus, kernels = [], {}
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -115,7 +117,7 @@ def _print(data: dict[str, Any]) -> None:
         print(f"{f'GPU {i}':20} {gpu}")
     for device, paths in data["kernels"].items():
         for path, reason in paths.items():
-            print(f"{f'kernel {path}':20} {device}: {reason or 'usable'}")
+            print(f"{path:20} {device}: {reason or 'usable'}")
     plugin = data["plugin"]
     print(f"{'plugin':20} {'registered with vLLM as ' if plugin['registered'] else 'not registered: '}{plugin['detail']}")
     print("```")

@@ -26,10 +26,22 @@ class Activation(StrEnum):
     none = "none"
 
 
+class PrefillActivation(StrEnum):
+    token_smooth = "token_smooth"
+    group64 = "group64"
+
+
+PrefillOption = Annotated[
+    PrefillActivation | None,
+    typer.Option(help="Of prompts on a GPU: INT8 per row, the fast product, or per 64 inputs. Default: the plugin's."),
+]
+
+
 def serve(
     folder: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
     profile: Annotated[str | None, typer.Option(help="A stored profile, 'full' or 'off'. Default: the checkpoint's.")] = None,
     activation: Annotated[Activation, typer.Option(help="INT8 per 64 inputs, or none.")] = Activation.group64,
+    prefill_activation: PrefillOption = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; 'auto' takes config.json's.")] = "auto",
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
     dry_run: Annotated[bool, typer.Option("--print", help="Only print the command.")] = False,
@@ -41,7 +53,7 @@ def serve(
     The folder, the profile and the tensor-parallel size are checked first. Options of vllm serve follow after --, as in
     `tilequant serve FOLDER --profile 2.5 -- --port 8000 --max-model-len 4096`.
     """
-    command = serve_command(Checkpoint.open(folder), profile, activation.value, dtype, tp, more or [])
+    command = serve_command(Checkpoint.open(folder), profile, activation, prefill_activation, dtype, tp, more or [])
     if as_json:
         print_json(command)
         return
@@ -63,7 +75,13 @@ def vllm_program() -> str:
 
 
 def serve_command(
-    checkpoint: Checkpoint, profile: str | None, activation: str, dtype: str, tp: int, more: list[str]
+    checkpoint: Checkpoint,
+    profile: str | None,
+    activation: Activation,
+    prefill_activation: PrefillActivation | None,
+    dtype: str,
+    tp: int,
+    more: list[str],
 ) -> list[str]:
     """The command line; raises `FormatError` on a profile that is not stored or a size that does not fall on tiles."""
     profiles = checkpoint.schema.profiles
@@ -75,7 +93,9 @@ def serve_command(
     if dtype == "auto":
         stated = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
         dtype = stated if isinstance(stated, str) else "auto"
-    settings = {"profile": profile or profiles.default, "activation": activation}
+    settings = {"profile": profile or profiles.default, "activation": activation.value}
+    if prefill_activation is not None:
+        settings["prefill_activation"] = prefill_activation.value
     return [
         *("vllm", "serve", str(checkpoint.folder), "--quantization", QUANT_METHOD, "--dtype", dtype),
         *(("--tensor-parallel-size", str(tp)) if tp > 1 else ()),
