@@ -52,8 +52,8 @@ def quality() -> str:
     return (
         f"{first['model']}, calibrated on {first['calibration_tokens']} tokens of WikiText-2 valid, judged on "
         f"{first['tokens']} of its test part in windows of {first['window']}: KL divergence to the source model in "
-        f"milli-nats (its perplexity: {first['ppl_reference']:.2f}), INT8 activations per 64 inputs as served, grading at every "
-        "position. "
+        f"milli-nats (its perplexity: {first['ppl_reference']:.2f}), INT8 activations per 64 inputs as served, grading at "
+        "every position. "
         f"{data['device']}, {data['measured_at'][:10]}, `make quality` "
         f"([JSON](benchmarks/results/quality.h200.json)).\n\n{report.table(rows, QUALITY)}\n\n"
         "The sample model's weights come from a 4-bit file and a model of this size is fragile: trust the order of the rows "

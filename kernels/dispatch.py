@@ -60,10 +60,21 @@ def prepare(
     # Now: a captured graph must not meet the compiler. Rotated activations of the graded product are float32.
     read = dtype if w.input_rotation is None else torch.float32
     decode_bitplane.compile_kernels(device, read, decode_config(n, k, device))
+    if w.input_rotation is not None:
+        rotate(torch.zeros(1, k, dtype=dtype, device=device), w.input_rotation)  # the kernel has one form for every shape
     prefill_int8.compile_kernels(device, dtype, k, smoothing is not None)
     prefill_int8.reserve(device, n, k)
     graded = decode_bitplane.prepare(w, transforms)
     return LinearWeight(prefill_int8.prepare(w, graded, smoothing=smoothing), graded, w.input_rotation)
+
+
+def rotate(rows: Tensor, table: Tensor) -> Tensor:
+    """x V for every 64 inputs, in one launch on a GPU. rows: [M, K]; table: [64] uint8 -> [M, K] float32"""
+    if not rows.is_cuda:
+        return layout.rotate_inputs(rows, table)
+    from vllm_tilequant.kernels import rotation  # Triton: not everywhere
+
+    return rotation.rotate_rows(rows.contiguous(), table)
 
 
 def takes_graded(rows: int, graded_rows: int) -> bool:
@@ -90,7 +101,7 @@ def tile_linear(
     rows = x.reshape(-1, x.shape[-1])
     graded = takes_graded(rows.shape[0], graded_rows)
     if w.input_rotation is not None:
-        rows = layout.rotate_inputs(rows, w.input_rotation)
+        rows = rotate(rows, w.input_rotation)
         rows = rows if graded else rows.to(x.dtype)
     if graded and isinstance(w.graded, DecodeWeight):
         y = decode_bitplane.decode_linear(rows, w.graded, bias, thresholds)
