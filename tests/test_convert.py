@@ -194,6 +194,12 @@ def test_scales_of_tiles_or_coarser_are_taken_as_they_are(compressed, tmp_path, 
     assert set(together) == {f"model.layers.0.self_attn.{p}_proj" for p in "qkv"}
     text = (tmp_path / "tq" / "README.md").read_text()
     assert "converted from compressed-tensors" in text
+    from vllm_tilequant import hf
+
+    graded = hf.load_reference(tmp_path / "tq", profile="stored", activation="none", graded="always")
+    with torch.no_grad():
+        got, want = graded(IDS).logits, ours(tmp_path / "tq")
+    assert (got - want).norm() / want.norm() < 1e-5 and hf.take_counts(graded).bits_per_weight == int(scheme[1])
 
 
 @pytest.mark.parametrize("scheme", ["w4 group", "w4 group asymmetric", "w8 channel, a8"])
