@@ -1,6 +1,7 @@
 """`tilequant convert` to and from the forms of other quantizers; the dense form is in test_tools_run.py."""
 
 import json
+import random
 import shutil
 
 import pytest
@@ -314,3 +315,38 @@ def test_damaged_foreign_linears_are_named(toy, tmp_path, tilequant):
         save_file(tensors, path)
         code, _, err = tilequant("convert", tmp_path / "gptq", tmp_path / "out", "--to", "dense")
         assert code == 1 and f"{Q}: " in err and said in err
+
+
+def test_a_stranger_s_foreign_folder_is_read_or_refused_in_words(toy, compressed, tmp_path):
+    """Mutants of a GPTQ and a compressed-tensors folder, made as `fuzz_checkpoint.py` makes them: no other kind of error."""
+    import fuzz_checkpoint as fuzz
+
+    to_dense(toy, tmp_path / "source", torch.float32)
+    write_gptq(tmp_path / "gptq", tmp_path / "source", 4, 64)
+    bases = [tmp_path / "gptq", compressed("w4 group asymmetric"), compressed("w8 channel, a8")]
+    changes = [fuzz.config_values, fuzz.header_values, fuzz.small_tensors, fuzz.surroundings, fuzz.size, without_a_tensor]
+    outcomes = []
+    for number in range(240):
+        r = random.Random(number)
+        folder = shutil.copytree(r.choice(bases), tmp_path / "mutant")
+        r.choice(changes)(folder, r)
+        try:
+            with torch.no_grad():
+                to_dense(folder, tmp_path / "out", torch.float32)
+            outcomes.append("read")
+        except (ValueError, NotImplementedError, OSError) as e:
+            assert str(e) and len(str(e)) < 8000, number
+            outcomes.append("refused")
+        except Exception as e:
+            raise AssertionError(f"mutant {number}") from e
+        for left in ("mutant", "out", "mutant-outside"):
+            shutil.rmtree(tmp_path / left, ignore_errors=True)
+        (tmp_path / "mutant-outside").unlink(missing_ok=True)
+    assert outcomes.count("read") > 20 and outcomes.count("refused") > 60
+
+
+def without_a_tensor(folder, r):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[r.choice([n for n in tensors if "_proj" in n])]
+    save_file(tensors, path)

@@ -133,6 +133,9 @@ class Foreign(Tensors):
         return replace(integers, scale=integers.scale.clamp_min(torch.finfo(torch.float32).tiny))
 
     def _describe(self, name: str, leaf: str) -> Linear:
+        kind = {"qweight": "gptq", "weight_packed": "packed"}.get(leaf, "plain")
+        if lacking := [part for part in _NEEDED[kind] if f"{name}.{part}" not in self.headers]:
+            raise ValueError(f"has {leaf}, but no {', '.join(lacking)}")
         header = self.headers[f"{name}.{leaf}"]
         if leaf == "qweight":
             if self.method != GPTQ or len(header.shape) != 2:
@@ -196,6 +199,13 @@ _LEAVES = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "packed": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
     "plain": ("weight", "weight_scale", "weight_zero_point"),
+}
+
+
+_NEEDED = {
+    "gptq": ("qweight", "qzeros", "scales"),
+    "packed": ("weight_packed", "weight_scale", "weight_shape"),
+    "plain": ("weight", "weight_scale"),
 }
 
 
