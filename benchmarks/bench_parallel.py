@@ -31,7 +31,7 @@ from vllm_tilequant.schema import LEVELS, QUANT_METHOD
 
 BIG = (Shape("14B shape", 5120, 17920, 40, 10, 128), 40, 100352)
 SMALL = (Shape("small", 512, 1536, 8, 4, 64), 5, 2048)
-TINY = (Shape("tiny", 256, 512, 4, 2, 64), 3, 512)
+TINY = (Shape("tiny", 256, 512, 4, 2, 64), 3, 10240)  # vllm bench latency draws tokens below 10000
 SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
 QUIET = {
     "NCCL_NVLS_ENABLE": "0",
@@ -177,6 +177,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", required=True, type=Path, help="new folder for models and logs (some 12 GB)")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape for both parts, to try the script")
+    parser.add_argument("--parts", nargs="+", default=["greedy", "speed"], choices=("greedy", "speed"))
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--profile", nargs="+", default=["4.0", "3.0"], choices=synthetic.PROFILES)
@@ -196,13 +197,13 @@ def main() -> int:
     path = args.json or report.default_path("parallel", device)
     try:
         args.folder.mkdir(parents=True)
-        rows = greedy(args, device)
-        report.write(path, report.envelope("parallel", device, rows))  # kept should the rest break
-        rows += speed(args, device)
+        rows: list[dict[str, Any]] = []
+        for part in args.parts:
+            rows += {"greedy": greedy, "speed": speed}[part](args, device)
+            report.write(path, report.envelope("parallel", device, rows))  # kept should the rest break
     except (OSError, ValueError) as e:
         print(f"bench_parallel: {e}", file=sys.stderr)
         return 2
-    report.write(path, report.envelope("parallel", device, rows))
     print(report.table([r for r in rows if "ttft_ms" in r], COLUMNS))
     return 1 if any(r.get("same_text", 0) < r.get("prompts", 0) for r in rows) else 0
 
