@@ -1,0 +1,173 @@
+"""What users switch on, through vLLM's engine in float32 on the CPU: batches, chunks, caches, drafts, adapters, dtypes.
+
+All engines run in one process of their own (engines.py), once for the whole file.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from serving import (
+    ENVIRONMENT,
+    LOGPROB_BOUNDS,
+    PARALLEL_TOY,
+    PROMPTS,
+    greedy,
+    one_thread,  # noqa: F401 - a fixture
+    reference_model,
+)
+
+from toy import write_toy
+from vllm_tilequant.hf import load_dense
+
+pytestmark = pytest.mark.serve
+
+OFF = {"additional_config": {"tilequant": {"profile": "off", "activation": "none"}}}
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
+}
+LONG = 24
+#: Prompts beyond the graded limit, so that a step that shares out its rows differently still runs them at stored precision.
+LONGER = PROMPTS[:3]
+ADAPTED = {"self_attn.q_proj": 8, "self_attn.o_proj": 8, "mlp.up_proj": 8, "mlp.down_proj": 8}
+
+
+def write_adapter(folder, model):
+    """A LoRA adapter of rank 8, twice as strong as its matrices; returns what it adds to each weight."""
+    folder.mkdir()
+    g, tensors, added = torch.Generator().manual_seed(5), {}, {}
+    for name, linear in model.named_modules():
+        if name.endswith(tuple(ADAPTED)):
+            n, k = linear.weight.shape
+            a, b = torch.randn(8, k, generator=g) * k**-0.5, torch.randn(n, 8, generator=g) * 0.1
+            tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+            added[name] = 2 * b @ a
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "bias": "none"}
+    config |= {"target_modules": [name.rpartition(".")[2] for name in ADAPTED], "base_model_name_or_path": str(folder)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return added
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_toy(tmp_path_factory.mktemp("features") / "toy", **PARALLEL_TOY)
+
+
+@pytest.fixture(scope="module")
+def adapter(folder):
+    path = folder.with_name("adapter")
+    return path, write_adapter(path, load_dense(folder))
+
+
+@pytest.fixture(scope="module")
+def results(folder, adapter):
+    toy, twice = str(folder), LONGER[0] + LONGER[1]
+    jobs = {
+        "alone": dict(prompts=PROMPTS, new=LONG),
+        "alone, off": dict(prompts=PROMPTS, new=LONG, options=OFF),
+        "together": dict(prompts=LONGER, new=LONG, together=True),
+        "chunked": dict(prompts=PROMPTS, new=LONG, options=OFF | {"max_num_batched_tokens": 16}),
+        "mixed": dict(prompts=PROMPTS, new=LONG, together=True, options=OFF | {"max_num_batched_tokens": 16}),
+        "cached": dict(prompts=[twice, twice], options=OFF | {"enable_prefix_caching": True, "block_size": 32}),
+        "drafts": dict(prompts=PROMPTS, new=LONG, options=NGRAM),
+        "drafts, off": dict(prompts=PROMPTS, new=LONG, options=NGRAM | OFF),
+        "adapter": dict(prompts=LONGER, lora=str(adapter[0]), options=OFF | {"enable_lora": True, "max_lora_rank": 8}),
+        "bfloat16": dict(prompts=PROMPTS, new=1, options={"dtype": "bfloat16"}),
+        "float16": dict(prompts=PROMPTS, new=1, options={"dtype": "float16"}),
+        "dummy": dict(prompts=LONGER, options={"load_format": "dummy"}),
+    }
+    asked, answered = folder.with_name("jobs.json"), folder.with_name("results.json")
+    asked.write_text(json.dumps({name: {"folder": toy} | job for name, job in jobs.items()}))
+    script = Path(__file__).with_name("engines.py")
+    log = folder.with_name("log")
+    with log.open("w") as out:
+        subprocess.run(
+            [sys.executable, str(script), str(asked), str(answered)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ENVIRONMENT,
+            timeout=550,
+        )
+    found = json.loads(answered.read_text())
+    assert set(found) == set(jobs), log.read_text()[-4000:]
+    return found
+
+
+def answers(results, name):
+    assert "error" not in results[name], results[name]["error"]
+    return results[name]["asked"][0]
+
+
+def test_alone_it_is_the_float64_reference(folder, results):
+    got, model = answers(results, "alone"), reference_model(folder, "3.0")
+    for prompt, tokens, logprobs in zip(PROMPTS, got["tokens"], got["logprobs"], strict=True):
+        want, want_logprobs = greedy(model, prompt)
+        assert tokens[: len(want)] == want
+        differences = (torch.tensor(logprobs[: len(want)]) - torch.tensor(want_logprobs)).abs()
+        assert differences.median() <= LOGPROB_BOUNDS["graded"][0]
+
+
+@pytest.mark.parametrize(
+    "name, reference, prompts",
+    [
+        # Decode steps of several requests are graded row by row; prompts above the limit never are.
+        ("together", "alone", len(LONGER)),
+        # Without grading, where a row runs does not matter: chunks, tails of chunks, decode steps beside chunks.
+        ("chunked", "alone, off", len(PROMPTS)),
+        ("mixed", "alone, off", len(PROMPTS)),
+        # A step that verifies 3 drafts has 4 rows, below the limit: graded like the steps that it stands for.
+        ("drafts", "alone", len(PROMPTS)),
+        ("drafts, off", "alone, off", len(PROMPTS)),
+    ],
+)
+def test_the_text_does_not_depend_on(results, name, reference, prompts):
+    assert answers(results, name)["tokens"] == answers(results, reference)["tokens"][:prompts]
+
+
+def test_drafts_are_accepted_with_and_without_grading(results):
+    for name in ("drafts", "drafts, off"):
+        metrics = results[name]["metrics"]
+        drafted, accepted = (metrics[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
+        print(f"{name}: {accepted} of {drafted} drafted tokens accepted")
+        assert 0 < accepted <= drafted and accepted >= 0.5 * drafted  # this text repeats itself
+
+
+def test_a_cached_prefix_changes_nothing(results):
+    got = answers(results, "cached")
+    assert got["cached"] == [0, 32] and got["tokens"][0] == got["tokens"][1]
+
+
+def test_an_adapter_adds_to_the_dequantized_weights(folder, adapter, results):
+    model = load_dense(folder)
+    before = [greedy(model, prompt) for prompt in LONGER]
+    for name, delta in adapter[1].items():
+        model.get_submodule(name).weight += delta
+    got = answers(results, "adapter")
+    for prompt, (_, plain), tokens, logprobs in zip(LONGER, before, got["tokens"], got["logprobs"], strict=True):
+        want, want_logprobs = greedy(model, prompt)
+        assert tokens == want and want_logprobs != plain  # the adapter does something
+        assert (torch.tensor(logprobs) - torch.tensor(want_logprobs)).abs().max() <= LOGPROB_BOUNDS["static"][1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_near_float32(results, dtype):
+    half, full = answers(results, dtype), answers(results, "alone")
+    for a, b, p, q in zip(half["tokens"], full["tokens"], half["logprobs"], full["logprobs"], strict=True):
+        assert a[0] == b[0] and abs(p[0] - q[0]) <= 0.2
+
+
+def test_dummy_weights_serve(results):
+    got = answers(results, "dummy")
+    assert all(len(tokens) == 12 for tokens in got["tokens"])
+    assert all(torch.tensor(logprobs).isfinite().all() for logprobs in got["logprobs"])
