@@ -214,7 +214,10 @@ class LayerLoading:
                 f"wanted {' or '.join(str(_DTYPES[d]).removeprefix('torch.') for d in spec.dtypes)} {list(spec.shape)}"
             )
         if (part, suffix) in self.arrived:
-            raise ValueError(f"{name} arrived twice: the checkpoint holds it in two files")
+            raise ValueError(
+                f"{name} arrived twice: the checkpoint holds it in two files, or a running engine was asked to reload its "
+                "weights, which this plugin does not support"
+            )
         if faults := layout.payload_faults({suffix: tensor}, member.module.tile_counts, self.n_transforms):
             raise ValueError("; ".join(f"{member.name}.{fault}" for fault in faults))
         self.arrived.add((part, suffix))
