@@ -51,10 +51,13 @@ def to_compressed(
 ) -> Compressed:
     """Write the folder in `scheme`; dtype: of scales and of what is dense.
 
-    Raises `CheckpointError` naming every linear that the scheme cannot hold exactly and why, unless `requantize`.
+    A quantized output head is written dense. Raises `CheckpointError` naming every linear that the scheme cannot hold exactly
+    and why, unless `requantize`.
     """
     checkpoint = Checkpoint.open(folder)
-    reasons = {name: why for name in checkpoint.schema.modules if (why := _unrepresentable(checkpoint, name, scheme))}
+    heads = [name for name in checkpoint.schema.modules if name.rpartition(".")[2] == "lm_head"]  # loaders want these dense
+    linears = {name: m for name, m in checkpoint.schema.modules.items() if name not in heads}
+    reasons = {name: why for name in linears if (why := _unrepresentable(checkpoint, name, scheme))}
     if reasons and not requantize:
         try:
             raise_faults(checkpoint.folder, [f"{name}: {why}" for name, why in reasons.items()])
@@ -71,7 +74,13 @@ def to_compressed(
     def part(name: str, leaf: str) -> Tensor:
         return _tensors(*made(name), scheme)[leaf]
 
-    for name, m in checkpoint.schema.modules.items():
+    for name in heads:
+        m = checkpoint.schema.modules[name]
+        nbytes = m.out_features * m.in_features * dtype.itemsize
+        planned[f"{name}.weight"] = Planned(nbytes, partial(dequantized, checkpoint, name, dtype))
+        if m.bias:
+            planned[f"{name}.{s.BIAS}"] = cast(checkpoint, f"{name}.{s.BIAS}", dtype)
+    for name, m in linears.items():
         errors[name] = _error(checkpoint, name, *made(name))
         n, k = m.out_features, m.in_features
         sizes = {
@@ -86,9 +95,11 @@ def to_compressed(
         if m.bias:
             planned[f"{name}.{s.BIAS}"] = cast(checkpoint, f"{name}.{s.BIAS}", dtype)
     planned |= {name: cast(checkpoint, name, dtype) for name in checkpoint.dense_names}
-    config = without_quantization(checkpoint.config, dtype) | {"quantization_config": _config(checkpoint.schema, scheme)}
+    config = without_quantization(checkpoint.config, dtype) | {
+        "quantization_config": _config([*checkpoint.schema.ignore, *heads], scheme)
+    }
     files = write_model(checkpoint.folder, Path(output), config, planned, shard_bytes)
-    return Compressed(files, errors, [n for n in checkpoint.schema.modules if n not in reasons])
+    return Compressed(files, errors, [n for n in linears if n not in reasons])
 
 
 def _unrepresentable(checkpoint: Checkpoint, name: str, scheme: Scheme) -> str | None:
@@ -161,7 +172,7 @@ def round_anew(dense: Tensor, bits: int, group: int, dtype: torch.dtype) -> tupl
     return codes.view(dense.shape), scale[..., 0]
 
 
-def _config(schema: s.QuantizationSchema, scheme: Scheme) -> dict[str, Any]:
+def _config(ignore: list[str], scheme: Scheme) -> dict[str, Any]:
     """What compressed-tensors writes for such a model itself."""
     a8 = scheme is Scheme.w8a8
     weights = {
@@ -186,6 +197,6 @@ def _config(schema: s.QuantizationSchema, scheme: Scheme) -> dict[str, Any]:
                 "output_activations": None,
             }
         },
-        "ignore": schema.ignore,
+        "ignore": ignore,
         "kv_cache_scheme": None,
     }
