@@ -26,7 +26,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from vllm_tilequant import evaluate as ev
-from vllm_tilequant.calibrate.checkpoint import build_schema
+from vllm_tilequant.calibrate.checkpoint import build_schema, untie_head
 from vllm_tilequant.calibrate.pipeline import Calibration
 from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.cli.evaluate import print_progress
@@ -47,10 +47,12 @@ BARS: dict[str, tuple[float, list[tuple[str, float | None, float]]]] = {
 def calibrate(source: Path, out: Path, settings: Settings, windows: torch.Tensor, device: str, dtype: torch.dtype) -> dict:
     """Calibrate `source` on token windows [n, length] and write a checkpoint to `out`; returns the calibration report."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    ignore = ["lm_head"] if settings.lm_head == "off" else []
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in ignore}
+    untie_head(model, linears)
     batches = [{"input_ids": w[None], "attention_mask": torch.ones_like(w[None])} for w in windows]
     result = Calibration(model, linears, batches, settings).run()
-    schema = build_schema(result, linears, list(settings.profiles), settings.default_profile, ["lm_head"])
+    schema = build_schema(result, linears, list(settings.profiles), settings.default_profile, ignore)
     tensors = {}
     for file in sorted(source.glob("*.safetensors")):
         tensors |= {n: t for n, t in load_file(file).items() if n.removesuffix(".weight") not in linears}
@@ -66,6 +68,8 @@ def write(source: Path, out: Path, tensors: dict[str, torch.Tensor], schema: Qua
     out.mkdir(parents=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": schema.dump()}
+    if "lm_head" in schema.modules:
+        config["tie_word_embeddings"] = False
     (out / "config.json").write_text(json.dumps(config))
     for file in source.glob("tokenizer*"):
         (out / file.name).write_bytes(file.read_bytes())

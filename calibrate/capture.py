@@ -69,6 +69,12 @@ def hooked(hooks: Iterable[torch.utils.hooks.RemovableHandle]) -> Iterator[None]
             handle.remove()
 
 
+def run_model(model: PreTrainedModel, modules: Iterable[nn.Module], inputs: Batch) -> None:
+    """One pass that reaches all of the modules: without the output head, where it is none of them."""
+    whole = any(m is model.get_output_embeddings() for m in modules)
+    (model if whole else model.base_model)(**inputs, use_cache=False)
+
+
 @torch.no_grad()
 def find_groups(model: PreTrainedModel, linears: dict[str, nn.Linear], batch: Batch) -> list[Group]:
     """Which linears receive the very same tensor, seen in one short forward pass.
@@ -86,7 +92,7 @@ def find_groups(model: PreTrainedModel, linears: dict[str, nn.Linear], batch: Ba
     device = next(model.parameters()).device
     short = {k: v[:1, :8] for k, v in model_inputs(batch, device).items()}
     with hooked(m.register_forward_pre_hook(note(n)) for n, m in linears.items()):
-        model.base_model(**short, use_cache=False)
+        run_model(model, linears.values(), short)
     if missing := [n for n in linears if n not in seen]:
         raise ValueError(f"the calibration text never reached {missing}: ignore these modules or give more text")
     groups: dict[tuple[int, str], list[str]] = {}
@@ -117,7 +123,7 @@ def watch_inputs(
     with hooked(m.register_forward_pre_hook(note(n)) for n, m in modules.items()):
         for batch in batches:
             mask = token_mask(batch).flatten().to(device)
-            model.base_model(**model_inputs(batch, device), use_cache=False)  # without the head: no logits are needed
+            run_model(model, modules.values(), model_inputs(batch, device))
 
 
 @contextmanager

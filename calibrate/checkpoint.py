@@ -85,7 +85,7 @@ def wrap_save_pretrained(model: PreTrainedModel, packed: Callable[[], tuple[Resu
             for name, weight in dense.items():
                 _replace(modules[name], {"weight": weight})
         folder = Path(save_directory)
-        _write_config(folder, schema)
+        _write_config(folder, schema, untied=any(modules[n] is model.get_output_embeddings() for n in schema.modules))
         base = model.config.name_or_path or "unknown"
         report = {"source": origin(base, Path(base))} | result.report
         (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
@@ -96,6 +96,15 @@ def wrap_save_pretrained(model: PreTrainedModel, packed: Callable[[], tuple[Resu
 
     save_pretrained._overridden = True  # type: ignore[attr-defined]  # what llm-compressor looks for
     model.save_pretrained = save_pretrained  # type: ignore[assignment, method-assign]
+
+
+def untie_head(model: PreTrainedModel, linears: dict[str, nn.Linear]) -> None:
+    """Where the output head is quantized: give it a weight of its own, so that the embeddings stay as they are."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if any(m is head for m in linears.values()) and head.weight is embeddings.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {}  # type: ignore[assignment]  # what transformers would leave out of a saved folder
 
 
 @torch.no_grad()
@@ -116,9 +125,14 @@ def _replace(module: nn.Module, tensors: dict[str, Tensor]) -> None:
     replace_direct_state_dict(module, tensors | {"bias": module.bias})
 
 
-def _write_config(folder: Path, schema: s.QuantizationSchema) -> None:
+def _write_config(folder: Path, schema: s.QuantizationSchema, untied: bool) -> None:
+    """untied: the output head is quantized, the embeddings are not."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
+    if untied:
+        config["tie_word_embeddings"] = False
+        if "tie_word_embeddings" in config.get("text_config", {}):
+            config["text_config"]["tie_word_embeddings"] = False
     config["quantization_config"] = schema.dump()
     path.write_text(json.dumps(config, indent=2) + "\n")
 

@@ -15,7 +15,7 @@ from pydantic import Field, PrivateAttr
 from torch import nn
 
 from vllm_tilequant.calibrate.capture import Batch
-from vllm_tilequant.calibrate.checkpoint import build_schema, wrap_save_pretrained, write_dense_back
+from vllm_tilequant.calibrate.checkpoint import build_schema, untie_head, wrap_save_pretrained, write_dense_back
 from vllm_tilequant.calibrate.pipeline import Calibration, Result
 from vllm_tilequant.calibrate.progress import Progress
 from vllm_tilequant.calibrate.report import complete, measured_bits
@@ -48,13 +48,19 @@ class TileQuantModifier(Settings, Modifier):
     _held_out: list[Batch] = PrivateAttr(default_factory=list)
     _facts: dict[str, Any] = PrivateAttr(default_factory=dict)
 
+    @property
+    def dense(self) -> list[str]:
+        """`ignore`, without the output head where it is to be quantized."""
+        return [entry for entry in self.ignore if self.lm_head == "off" or entry != "lm_head"]
+
     def attach(self, *, progress: Progress, work: WorkFolder, held_out: list[Batch], facts: dict[str, Any]) -> None:
         """Before `oneshot`: a display, a work folder, records to check the thresholds on, more entries for the report."""
         self._progress, self._work, self._held_out, self._facts = progress, work, held_out, facts
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         check_entries(state.model, self.targets, self.ignore, self.strict)
-        self._linears = find_linears(state.model, self.targets, self.ignore)
+        self._linears = find_linears(state.model, self.targets, self.dense)
+        untie_head(state.model, self._linears)
         wrap_save_pretrained(state.model, self._packed)
         return True
 

@@ -90,6 +90,9 @@ class Calibration:
         self.progress, self.work = progress or Progress(), work
         self.model, self.linears, self.batches, self.settings = model, linears, batches, settings
         self.columns = quantize.Columns()
+        head = model.get_output_embeddings()
+        #: The output head, where it is quantized too: all of its tiles are wide, beside the budget of the others.
+        self.head = next((n for n, m in linears.items() if m is head), None)
         self.report: dict = {}
 
     def run(self) -> Result:
@@ -158,13 +161,13 @@ class Calibration:
         kind = self.settings.scores
         batches = self.batches[: self.settings.score_samples]
         matrices = {n: self.basis.outputs(n) for n in self.linears}
-        self.deltas = {n: self._delta(n) for n in self.linears}
+        self.deltas = {n: self._delta(n) for n in self.linears if n != self.head}
         prefill, self.output_weight = sensitivity.prefill_scores(
             self.model, self.linears, self._progress(batches, "prefill scores"), matrices, self.deltas, self.basis.inputs,
             [block.module for block in find_blocks(self.model, self.groups)[0]],
         )  # fmt: skip
         if self.settings.max_bits == NARROW:  # nothing to choose, and W4 - wide is zero
-            self.tile_bits = {n: torch.full_like(s, NARROW, dtype=torch.uint8) for n, s in prefill.items()}
+            self.tile_bits = self._wide_map()
             return
         phases: dict[str, sensitivity.Scores] = {}
         if kind == "random":
@@ -177,11 +180,11 @@ class Calibration:
             phases["decode"] = self._decode_scores(batches)
         self.deltas.clear()
         scores = sensitivity.combine(phases.values())
-        self.tile_bits = allocate(pool(scores, self.settings.map_unit), self.narrow, self.settings.max_bits)
+        self.tile_bits = self._wide_map() | allocate(pool(scores, self.settings.map_unit), self.narrow, self.settings.max_bits)
         self.report["score_mass"] = {n: float(s.sum()) for n, s in scores.items()}
 
     def _decode_scores(self, batches: list[Batch]) -> sensitivity.Scores:
-        wide = {n: torch.full(shape, self.settings.max_bits, dtype=torch.uint8) for n, shape in self._tile_shapes().items()}
+        wide = self._wide_map()
         weights: dict[str, PortableWeight] = {}
         statistics: dict[str, GroupStatistics] = {}
         for group in self._progress(self.groups, "provisional thresholds"):
@@ -366,8 +369,16 @@ class Calibration:
     def _narrow_share(self) -> float:
         return 1.0 if self.settings.max_bits == NARROW else self.narrow / sum(n * k for n, k in self._tile_shapes().values())
 
+    def _wide_map(self) -> dict[str, Tensor]:
+        """Every tile at `max_bits`, the head's too."""
+        return {
+            n: torch.full((m.out_features // TILE, m.in_features // TILE), self.settings.max_bits, dtype=torch.uint8)
+            for n, m in self.linears.items()
+        }
+
     def _tile_shapes(self) -> dict[str, tuple[int, int]]:
-        return {n: (m.out_features // TILE, m.in_features // TILE) for n, m in self.linears.items()}
+        """Of the linears that share the budget."""
+        return {n: (m.out_features // TILE, m.in_features // TILE) for n, m in self.linears.items() if n != self.head}
 
     def _in_features(self, group: Group) -> int:
         return self.linears[group.name].in_features

@@ -64,7 +64,7 @@ def quantize(
     skeleton = _skeleton(source)
     if modifier.strict or dry_run:  # else the modifier warns of them
         check_entries(skeleton, modifier.targets, modifier.ignore, modifier.strict)
-    linears = find_linears(skeleton, modifier.targets, modifier.ignore)
+    linears = find_linears(skeleton, modifier.targets, modifier.dense)
     tokenizer = AutoTokenizer.from_pretrained(source)
     records = load_records(data or bundled_text(), tokenizer, samples=samples, length=length, seed=seed, pad=pad)
     held_out = batches(records.held_out) if records.held_out else []

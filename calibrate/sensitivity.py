@@ -71,10 +71,11 @@ def prefill_scores(
 ) -> tuple[Scores, dict[str, Tensor]]:
     """Tile scores of causal passes, and E[g^2] per output in the rotated basis ([N] float64), the Fisher weights.
 
-    matrices: U of every output tile, [N/64, 64, 64] float32; deltas: [N, K] W4 - wide, rotated, both on the weight's device
+    matrices: U of every output tile, [N/64, 64, 64] float32; deltas: [N, K] W4 - wide, rotated, both on the weight's device, of
+    the linears that are scored
     layers: see `watch_gradients`
     """
-    scores = _no_scores(linears)
+    scores = _no_scores(linears, deltas)
     fisher = {n: torch.zeros(m.out_features, dtype=torch.float64) for n, m in linears.items()}
     tokens = 0
 
@@ -88,7 +89,8 @@ def prefill_scores(
         with torch.no_grad():
             g = rotate_gradient(gradient.float(), matrices[name])
             fisher[name] += g.square().sum(0).double().cpu()
-            scores[name] += tile_scores(seen(name, x).float(), g, deltas[name].float()).cpu()
+            if name in deltas:
+                scores[name] += tile_scores(seen(name, x).float(), g, deltas[name].float()).cpu()
 
     watch_gradients(model, linears, counted(), use, layers)
     return scores, {n: f / tokens for n, f in fisher.items()}
@@ -110,13 +112,15 @@ def decode_scores(
     deltas as in `prefill_scores`; thresholds: module -> [4] float32, both on the weight's device
     scored: steps of a record
     """
-    scores = _no_scores(linears)
+    scores = _no_scores(linears, deltas)
 
     def product(name: str, x: Tensor) -> Tensor:
         return graded_linear(seen(name, x), weights[name], linears[name].bias, thresholds[name], activation="group64")
 
     def use(name: str, x: Tensor, gradient: Tensor) -> None:
         with torch.no_grad():
+            if name not in deltas:
+                return
             g = rotate_gradient(gradient.float(), weights[name].matrices)
             scores[name] += tile_scores(seen(name, x).float(), g, deltas[name].float(), thresholds[name][0]).cpu()
 
@@ -156,5 +160,10 @@ def combine(phases: Iterable[Scores]) -> Scores:
     return risk
 
 
-def _no_scores(linears: dict[str, nn.Linear]) -> Scores:
-    return {n: torch.zeros(m.out_features // TILE, m.in_features // TILE, dtype=torch.float64) for n, m in linears.items()}
+def _no_scores(linears: dict[str, nn.Linear], deltas: dict[str, Tensor]) -> Scores:
+    """Of the linears whose tiles are to be chosen: those with a delta."""
+    return {
+        n: torch.zeros(m.out_features // TILE, m.in_features // TILE, dtype=torch.float64)
+        for n, m in linears.items()
+        if n in deltas
+    }

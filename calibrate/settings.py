@@ -41,6 +41,8 @@ class Settings(BaseModel):
         `joint` (a tile's greater share of the two), `activation` (squared error weighted with E[x^2]) or `random` (controls)
     map_unit: what gets its width together: a `tile`, or for comparisons a `row` of tiles (one output tile of a linear), a
         `column` (one input tile) or a whole `module`, by the mean score; the budget may end inside one
+    lm_head: quantize the output head as well: `wide` gives all its tiles `max_bits` (beside the budget of the others), and
+        unties it from the embeddings, which stay as they are; `off` leaves it dense
     score_samples: records used for the gradients, the first ones of the calibration set
     score_steps: decode steps of each record that are scored, evenly spaced over its last 32 tokens
     level_errors: what the error of a level is measured against when thresholds are set: the `source` weight or the `stored` one
@@ -72,6 +74,7 @@ class Settings(BaseModel):
     input_rotation: Literal["off", "on", "auto"] = "off"
     input_seed: int = Field(101, ge=0)
     scores: Literal["joint", "prefill", "decode", "activation", "random"] = "prefill"
+    lm_head: Literal["off", "wide"] = "off"
     map_unit: Literal["tile", "row", "column", "module"] = "tile"
     score_samples: int = Field(8, gt=0)
     score_steps: int = Field(4, gt=0, le=32)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm.model_executor.layers.linear as vllm_linear
+import vllm.model_executor.layers.vocab_parallel_embedding as vllm_head
 import vllm.model_executor.parameter as vllm_parameter
 from vllm.config import VllmConfig, set_current_vllm_config
 
@@ -80,7 +81,7 @@ def vllm_settings(load_format="auto", **tilequant):
 
 def on_rank(monkeypatch, rank, size):
     """What the layers see of tensor parallelism, without any process group."""
-    for module in (vllm_linear, vllm_parameter):
+    for module in (vllm_linear, vllm_head, vllm_parameter):
         monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
         monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: size)
 

@@ -172,7 +172,8 @@ def greedy(model, prompt):
     """What `ask` should return, from transformers: the prompt in one call, then token by token."""
     tokens, logprobs, cache, ids = [], [], None, torch.tensor([prompt])
     for _ in range(NEW_TOKENS):
-        out = model(ids, past_key_values=cache, use_cache=True)
+        # as in a server, the head sees the last row only: its product goes by the rows it gets
+        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache, last = out.past_key_values, out.logits[0, -1].float().log_softmax(-1)
         tokens.append(int(last.argmax()))
         logprobs.append(float(last[tokens[-1]]))

@@ -308,6 +308,9 @@ class Tiny(nn.Module):
     def base_model(self):
         return self
 
+    def get_output_embeddings(self):
+        return self.head
+
     def get_input_embeddings(self):
         return self.embed
 

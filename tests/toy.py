@@ -57,11 +57,12 @@ def write_toy(
     seed: int = 0,
     tokenizer: bool = True,
     rotated: tuple[str, ...] = (),
+    head: bool = False,
 ) -> Path:
     """Write a complete random-weights checkpoint (Llama, or Qwen2 with `bias`); returns the folder.
 
     The maps of q, k, v and of gate, up differ; every output tile takes one of three transforms; profiles "2.0", "3.0", "4.0".
-    rotated: of `MEMBERS`, whose inputs are rotated.
+    rotated: of `MEMBERS`, whose inputs are rotated; head: the output head is quantized too, and not tied.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +85,8 @@ def write_toy(
         "model.embed_tokens.weight": randn(vocab, hidden).to(dtype),
         "model.norm.weight": torch.ones(hidden, dtype=dtype),
     }
-    if not tied:
+    tied = tied and not head
+    if not tied and not head:
         tensors["lm_head.weight"] = randn(vocab, hidden).to(dtype)
     modules = {}
     base = torch.tensor([[0.3, 0.8, 1.6, 3.0], [0.15, 0.4, 1.0, 2.0], [0.05, 0.15, 0.4, 1.0]])
@@ -110,6 +112,13 @@ def write_toy(
                     out_features=n, in_features=k, tile_counts=counts, bias=has_bias, input_group=prefix + group,
                     input_transform=2 if group in rotated else None,
                 )  # fmt: skip
+    if head:
+        bits = make_map("all8", vocab // 64, hidden // 64, g)
+        packed = quantize_tensor(randn(vocab, hidden), bits, torch.ones(vocab // 64, dtype=torch.uint8))
+        tensors |= {f"lm_head.{suffix}": t.contiguous() for suffix, t in layout.to_tensors(packed, base / 10).items()}
+        modules["lm_head"] = s.Module(
+            out_features=vocab, in_features=hidden, tile_counts={8: bits.numel()}, input_group="lm_head"
+        )
     quantization = s.QuantizationSchema(
         quant_method=s.QUANT_METHOD,
         format_version=s.FORMAT_VERSION,
@@ -118,7 +127,7 @@ def write_toy(
         max_bits=8,
         transforms=TRANSFORMS,
         profiles=s.Profiles(names=["2.0", "3.0", "4.0"], default="3.0"),
-        ignore=["lm_head"],
+        ignore=[] if head else ["lm_head"],
         modules=modules,
     )
     config = {

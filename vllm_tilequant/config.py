@@ -204,16 +204,19 @@ class TileQuantConfig(QuantizationConfig):
         for a checkpoint that quantizes what this plugin does not serve (embeddings, fused experts).
         """
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from vllm_tilequant.linear import TileQuantLinearMethod
 
         _ = self.settings  # a wrong setting must stop the first layer, before any weight is read
+        if isinstance(layer, ParallelLMHead) and prefix in self.modules:
+            return TileQuantLinearMethod(self, prefix, [self.member(prefix)])
         if not isinstance(layer, LinearBase):
             inside = [m for m in self.modules if m == prefix or m.startswith(f"{prefix}.")]
             if inside:
                 raise NotImplementedError(
                     f"{prefix} ({type(layer).__name__}) is quantized in this checkpoint ({inside[0]}, {len(inside)} modules); "
-                    "this plugin serves quantized linears only: keep embeddings, output heads and fused experts dense"
+                    "this plugin serves quantized linears and output heads only: keep embeddings and fused experts dense"
                 )
             return None
         names = self.member_names(prefix)

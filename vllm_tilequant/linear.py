@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from vllm_tilequant import ops
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
@@ -44,9 +45,8 @@ class TileQuantLinearMethod(LinearMethodBase):
     ) -> None:
         """Register what the checkpoint will fill. Raises `ValueError` on sizes that do not fit or do not fall on tiles."""
         self._check_sizes(layer, input_size_per_partition, output_partition_sizes, input_size)
-        loading = LayerLoading(
-            layer, self.prefix, self.members, extra_weight_attrs["weight_loader"], len(self.config.schema.transforms)
-        )
+        load = _load_outputs if isinstance(layer, ParallelLMHead) else extra_weight_attrs["weight_loader"]
+        loading = LayerLoading(layer, self.prefix, self.members, load, len(self.config.schema.transforms))
         loading.create(sum(output_partition_sizes), input_size_per_partition, len(self.config.schema.profiles.names))
         layer.tilequant_loading = loading
         layer.tilequant_dtype = params_dtype
@@ -147,6 +147,11 @@ def _tensors(form: Any) -> dict[str, torch.Tensor]:
     """The tensors of a dataclass by field, in order."""
     found = {f.name: getattr(form, f.name) for f in fields(form)}
     return {name: t for name, t in found.items() if isinstance(t, torch.Tensor)}
+
+
+def _load_outputs(param: Any, tensor: torch.Tensor) -> None:
+    """An output head's loader: vLLM's own knows embeddings, which it pads; whole tiles need no padding."""
+    param.load_column_parallel_weight(tensor)
 
 
 def _full_outputs(layer: Any, n_parts: list[int]) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm_tilequant import schema as s
 from vllm_tilequant.checkpoint.files import Header, Tensors, read_headers
+from vllm_tilequant.checkpoint.model_config import EMBEDDING
 from vllm_tilequant.checkpoint.reader import Checkpoint
 from vllm_tilequant.kernels import portable
 
@@ -36,12 +37,15 @@ def compare(checkpoint: Checkpoint, source: str | Path, max_error: float = MAX_E
     seen = set()
     for name, m in checkpoint.schema.modules.items():
         seen |= {f"{name}.weight", f"{name}.bias"}
-        header = original.headers.get(f"{name}.weight")
+        source_name = f"{name}.weight"
+        if source_name not in original.headers and name.endswith("lm_head"):  # a tied head has the embeddings' weight
+            source_name = next((n for n in original.headers if n.endswith(EMBEDDING)), source_name)
+        header = original.headers.get(source_name)
         if (wrong := _misfit(header, (m.out_features, m.in_features))) is not None:
             faults.append(f"{name}.weight: {wrong}")
             continue
         stored = checkpoint.module(name)
-        weight = original.tensor(f"{name}.weight").float()
+        weight = original.tensor(source_name).float()
         error = float((portable.dequantize(stored.weight, checkpoint.transforms, torch.float32) - weight).norm())
         errors[name] = error / max(float(weight.norm()), torch.finfo(torch.float32).tiny)
         if not errors[name] <= max_error:

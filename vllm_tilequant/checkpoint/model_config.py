@@ -28,7 +28,8 @@ LIMITS = {
     "n_routed_experts": 1 << 13,
 }
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
-_EMBEDDING = "embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
+_QUANTIZED_HEAD = "lm_head.weight_plane0"
 
 
 def model_config_faults(config: Mapping[str, Any], headers: Mapping[str, Header]) -> list[str]:
@@ -49,8 +50,10 @@ def model_config_faults(config: Mapping[str, Any], headers: Mapping[str, Header]
     promised = text.get("num_hidden_layers")
     if isinstance(promised, int) and stored and promised > max(stored) + 1:
         faults.append(f"num_hidden_layers is {promised}, the files hold layers up to {max(stored)}")
+    if any(name.endswith(_QUANTIZED_HEAD) for name in headers) and config.get("tie_word_embeddings") is not False:
+        faults.append("tie_word_embeddings is not false, though lm_head is quantized: loaders would take the embeddings for it")
     for name, header in headers.items():
-        if name.endswith(_EMBEDDING):
+        if name.endswith(EMBEDDING):
             wanted = (text.get("vocab_size"), text.get("hidden_size"))
             if None not in wanted and header.shape != wanted:
                 faults.append(f"{name}: {list(header.shape)} in the checkpoint, vocab_size and hidden_size say {list(wanted)}")
