@@ -350,3 +350,17 @@ def without_a_tensor(folder, r):
     tensors = load_file(path)
     del tensors[r.choice([n for n in tensors if "_proj" in n])]
     save_file(tensors, path)
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w8a8"])
+def test_a_quantized_output_head_is_written_dense(tmp_path, tilequant, scheme):
+    folder = write_toy(tmp_path / "toy", head=True)
+    code, out, err = tilequant("convert", folder, tmp_path / "out", "--to", scheme, "--requantize", "--json")
+    assert code == 0, err
+    assert "lm_head" not in json.loads(out)["errors"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "lm_head" in config["quantization_config"]["ignore"]
+    want = ours(folder)
+    assert (logits(tmp_path / "out") - want).norm() / want.norm() < 0.06
+    to_dense(folder, tmp_path / "dense", torch.float32)
+    assert torch.equal(logits(tmp_path / "dense"), want)
