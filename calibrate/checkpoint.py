@@ -102,7 +102,8 @@ def untie_head(model: PreTrainedModel, linears: dict[str, nn.Linear]) -> None:
     """Where the output head is quantized: give it a weight of its own, so that the embeddings stay as they are."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if any(m is head for m in linears.values()) and head.weight is embeddings.weight:
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        own: Tensor = head.weight.detach().clone()  # type: ignore[operator]  # of a module that transformers types loosely
+        head.weight = nn.Parameter(own, requires_grad=False)
         model.config.tie_word_embeddings = False
         model.all_tied_weights_keys = {}  # type: ignore[assignment]  # what transformers would leave out of a saved folder
 
