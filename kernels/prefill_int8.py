@@ -30,13 +30,11 @@ from vllm_tilequant.kernels.layout import (
 )
 from vllm_tilequant.kernels.reference import SMALLEST, linear_ref, requantize_ref
 from vllm_tilequant.kernels.tuning import PrefillConfig, prefill_config
-from vllm_tilequant.schema import TILE, Transform
+from vllm_tilequant.schema import PREFILL_ACTIVATIONS, TILE, Transform
 
 logger = logging.getLogger(__name__)
 
 PATHS = ("cuda", "triton")
-#: `token_smooth`: short and long by rows, as above; `group64`: the short kernel's arithmetic at every number of rows.
-PREFILL_ACTIVATIONS = ("token_smooth", "group64")
 
 #: A product of INT8 matrices with scales: (q [M, K] int8, codes [N, K] int8, row scales [M, 1] float32, output scales [N, 1]
 #: float32, bias [N] or None, dtype of the result) -> [M, N].
@@ -179,7 +177,9 @@ def self_check(device: torch.device, path: str) -> str | None:
 
 
 def takes_short(rows: int, config: PrefillConfig, activation: str) -> bool:
-    """Whether a call takes the short kernel. activation: one of `PREFILL_ACTIVATIONS`."""
+    """Whether a call takes the short kernel. activation: one of `PREFILL_ACTIVATIONS`; `group64` does at any number of rows."""
+    if activation not in PREFILL_ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}, wanted one of {PREFILL_ACTIVATIONS}")
     return activation == "group64" or rows <= config.short_rows
 
 

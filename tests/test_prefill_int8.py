@@ -13,9 +13,9 @@ from tolerances import OUTPUT_RMS, poison_allocator, relative_rms
 from vllm_tilequant.kernels import decode_weight, prefill_int8, reference
 from vllm_tilequant.kernels.layout import align_codes, to_device
 from vllm_tilequant.kernels.tuning import PrefillConfig, default_prefill_config, dump, tuned_prefill
+from vllm_tilequant.schema import PREFILL_ACTIVATIONS as ACTIVATIONS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-ACTIVATIONS = prefill_int8.PREFILL_ACTIVATIONS
 #: Short up to 40 rows, long beyond.
 CONFIG = PrefillConfig(splits=1, short_rows=40, expand_tiles=2)
 interpreted = pytest.mark.skipif(

@@ -15,8 +15,15 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm_tilequant.checkpoint.parallel import cut_linears
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.kernels.dispatch import GRADED_ROWS
-from vllm_tilequant.kernels.prefill_int8 import PREFILL_ACTIVATIONS
-from vllm_tilequant.schema import ACTIVATIONS, PROFILE_OFF, QUANT_METHOD, TILE, QuantizationSchema, ignored_by
+from vllm_tilequant.schema import (
+    ACTIVATIONS,
+    PREFILL_ACTIVATIONS,
+    PROFILE_OFF,
+    QUANT_METHOD,
+    TILE,
+    QuantizationSchema,
+    ignored_by,
+)
 
 if TYPE_CHECKING:
     from vllm_tilequant.parameters import Member

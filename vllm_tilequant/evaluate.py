@@ -44,7 +44,7 @@ class Configuration:
 def configurations(
     schema: QuantizationSchema, profiles: Sequence[str], activations: Sequence[str], phases: Sequence[str]
 ) -> list[Configuration]:
-    """All rows asked for: static ones once per activation, graded ones per profile and activation.
+    """All rows asked for: static ones once per activation, graded ones per profile and activation (but `token_smooth`).
 
     profiles: names, or `all` for every stored one and `full`. Raises `FormatError` / `ValueError` on unknown names.
     """
@@ -54,8 +54,8 @@ def configurations(
         if phase not in PHASES:
             raise ValueError(f"phase is {phase!r}, wanted one of {PHASES}")
     for activation in activations:
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {activation!r}, wanted one of {ACTIVATIONS}")
+        if activation not in hf.STATIC_ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}, wanted one of {hf.STATIC_ACTIVATIONS}")
     rows = []
     if "static" in phases:
         rows += [Configuration(PROFILE_OFF, "static", a) for a in activations]
@@ -64,7 +64,7 @@ def configurations(
         for p in graded:
             if p != PROFILE_FULL:
                 schema.profile_row(p)
-        rows += [Configuration(p, "graded", a) for p in graded for a in activations]
+        rows += [Configuration(p, "graded", a) for p in graded for a in activations if a in ACTIVATIONS]
     if not rows:
         raise ValueError("nothing to evaluate: no static phase, and no profile but 'off' for the graded one")
     return rows

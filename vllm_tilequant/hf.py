@@ -29,11 +29,23 @@ from vllm_tilequant.hf_quantizer import check_shapes, refuse
 from vllm_tilequant.hf_quantizer import replace as replace_module
 from vllm_tilequant.kernels import layout, portable
 from vllm_tilequant.kernels.dispatch import GRADED_ROWS, takes_graded
-from vllm_tilequant.schema import ACTIVATIONS, LEVELS, PROFILE_FULL, PROFILE_OFF, TILE, QuantizationSchema
+from vllm_tilequant.kernels.reference import activation_token_ref, requantize_ref
+from vllm_tilequant.schema import (
+    ACTIVATIONS,
+    LEVELS,
+    PREFILL_ACTIVATIONS,
+    PROFILE_FULL,
+    PROFILE_OFF,
+    TILE,
+    QuantizationSchema,
+)
 
 Graded = Literal["rows", "always", "never"]
 #: Thresholds of profile `full`: every |x| is greater, so that every channel is read at all its stored bits.
 FULL_THRESHOLDS = (-1.0, -1.0, -1.0, -1.0)
+
+
+STATIC_ACTIVATIONS = tuple(dict.fromkeys((*ACTIVATIONS, *PREFILL_ACTIVATIONS)))
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,8 @@ class Mode:
     """How every `TileLinear` of a model computes.
 
     profile: a stored profile, `full` or `off` (no grading, whatever `graded` says)
-    activation: `none` or `group64` (INT8 per row and 64 inputs)
+    activation: `none`, `group64` (INT8 per row and 64 inputs), or for products at stored precision `token_smooth`, the long
+        prefill's arithmetic on a GPU: INT8 per row after the smoothing, weights requantized per output
     graded: `never`; `always`, at every position; `rows`, as a server does: graded up to `graded_rows` rows of one call
     """
 
@@ -55,7 +68,7 @@ class Mode:
         if self.profile not in (PROFILE_FULL, PROFILE_OFF):
             schema.profile_row(self.profile)
         for name, value, choices in (
-            ("activation", self.activation, ACTIVATIONS),
+            ("activation", self.activation, STATIC_ACTIVATIONS if self.graded == "never" else ACTIVATIONS),
             ("graded", self.graded, ("rows", "always", "never")),
         ):
             if value not in choices:
@@ -121,8 +134,10 @@ class TileLinear(nn.Module):
         *,
         shared: Shared,
         dtype: torch.dtype,
+        smoothing: Tensor | None = None,
     ):
-        """transforms: [n, 64, 64] float64; thresholds: [P, 4] float32 as the schema's profiles; bias: [N] float or None."""
+        """transforms: [n, 64, 64] float64; thresholds: [P, 4] float32 as the schema's profiles; bias: [N] float or None;
+        smoothing: [K] float32 or None."""
         super().__init__()
         self.out_features, self.in_features = weight.out_features, weight.in_features
         self.shared = shared
@@ -137,6 +152,8 @@ class TileLinear(nn.Module):
         self.thresholds = {n: torch.tensor(r, device=device) for n, r in zip(names, rows, strict=True)}  # [4] float32 each
         self.cost = layout.level_cost(weight.tile_bits)  # [5, K/64] float64
         self.stored_code_bits = layout.tile_code_bits(weight.tile_bits)
+        self.smoothing = None if smoothing is None else smoothing.to(device)
+        self._requantized: Tensor | None = None  # [N, K] float32, codes times scales of the long prefill
         self._levels: dict[int, Tensor] = {}
         self._static_rows = 0
         self._graded_rows = 0
@@ -166,10 +183,22 @@ class TileLinear(nn.Module):
             y = self._graded(rows, self.thresholds[mode.profile], mode.activation)
         else:
             self._static_rows += rows.shape[0]
+            if mode.activation == "token_smooth":
+                y = self._long_prefill(rows)
+                return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
             if mode.activation == "group64":
                 rows = portable.fake_quantize(rows)
             y = F.linear(rows.to(x.dtype), self.weight, self.bias)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def _long_prefill(self, x: Tensor) -> Tensor:
+        """`reference.prefill_int8_ref` in float32: [M, K] -> [M, N]."""
+        if self._requantized is None:
+            matrices = self.transforms[self.packed.output_transform.long()]
+            codes, unit = requantize_ref(self.packed, matrices, self.smoothing)
+            self._requantized = codes.float() * unit[:, None]
+        q, scale = activation_token_ref(x, self.smoothing)
+        return F.linear(q.float() * scale[:, None], self._requantized, None if self.bias is None else self.bias.float())
 
     def _graded(self, x: Tensor, thresholds: Tensor, activation: str) -> Tensor:
         """[M, K] -> [M, N]: one dense float32 product per level, with the channels of the other levels at zero."""
@@ -250,7 +279,8 @@ def load_reference(
     transforms = checkpoint.transforms.to(device)
     for name in schema.modules:
         m = checkpoint.module(name)
-        layer = TileLinear(layout.to_device(m.weight, device), transforms, m.thresholds, m.bias, shared=shared, dtype=dtype)
+        weight = layout.to_device(m.weight, device)
+        layer = TileLinear(weight, transforms, m.thresholds, m.bias, shared=shared, dtype=dtype, smoothing=m.smoothing)
         shared.layers[name] = layer
         replace_module(model, name, layer)
     _load_dense(model, checkpoint, ())

@@ -98,7 +98,9 @@ class TileQuantHfQuantizer(HfQuantizer):
             self.checkpoint.dense(name)  # raises on what is not finite
         for name in modules:
             replace(model, name, _Pending())
-        ignored = {rf"\.({'|'.join(s.TENSORS)})$"} | {rf"^{name}\.bias$" for name, m in modules.items() if m.bias}
+        ignored = {rf"\.({'|'.join((*s.TENSORS, s.SMOOTHING))})$"} | {
+            rf"^{name}\.bias$" for name, m in modules.items() if m.bias
+        }
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_to_ignore_on_load_unexpected or ())
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:

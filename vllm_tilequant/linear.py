@@ -60,7 +60,9 @@ class TileQuantLinearMethod(LinearMethodBase):
             loading.fill_dummy()
         loaded = loading.finish()
         packed = replace(loaded.weight, input_rotation=self._input_rotation(loaded.weight.plane0.device))
-        weight = prepare(packed, self.config.transforms, layer.tilequant_dtype, self.settings.activation)
+        weight = prepare(
+            packed, self.config.transforms, layer.tilequant_dtype, self.settings.activation, smoothing=loaded.smoothing
+        )
         loading.release()
         layer.tilequant_loading = None
         layer.tilequant_kernel = isinstance(weight.graded, DecodeWeight)

@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.parameter import BasevLLMParameter, PackedColumnParameter, PackedvLLMParameter
+from vllm.model_executor.parameter import (
+    BasevLLMParameter,
+    PackedColumnParameter,
+    PackedvLLMParameter,
+    RowvLLMParameter,
+)
 
 from vllm_tilequant import schema as s
 from vllm_tilequant.kernels import layout
@@ -43,10 +48,11 @@ class Member:
 
 @dataclass(frozen=True)
 class LoadedLayer:
-    """This rank's part of a layer. thresholds: [P, 4] float32, a row per stored profile."""
+    """This rank's part of a layer. thresholds: [P, 4] float32, a row per stored profile; smoothing: [K] float32 or None."""
 
     weight: layout.PackedWeight
     thresholds: Tensor
+    smoothing: Tensor | None
 
 
 @dataclass
@@ -65,7 +71,7 @@ class LayerLoading:
     arrived: set[tuple[int, str]] = field(default_factory=set)
     stash: dict[int, Tensor] = field(default_factory=dict)  # member -> its whole extension, until its map is here
     extensions: dict[int, Tensor] = field(default_factory=dict)  # member -> rows of the extension that this rank needs
-    thresholds_of: int | None = None
+    first: dict[str, int] = field(default_factory=dict)  # suffix that all members share -> the member it came from
     inside_bias: bool = False
 
     def create(self, n: int, k: int, profiles: int) -> None:
@@ -87,6 +93,11 @@ class LayerLoading:
         register(s.SCALE, PackedvLLMParameter, torch.full(tiles, float("nan"), dtype=torch.float32), **by_tile)
         register(s.OUTPUT_TRANSFORM, PackedColumnParameter, torch.zeros(tiles[0], 1, dtype=torch.uint8), **by_row)
         register(s.THRESHOLDS, BasevLLMParameter, unset)
+        if any(m.module.smoothing != self.smoothed for m in self.members):
+            names = [m.name for m in self.members]
+            raise ValueError(f"{self.prefix} fuses {names}, of which only some have a smoothing of their shared input")
+        if self.smoothed:
+            register(s.SMOOTHING, RowvLLMParameter, torch.full((k,), float("nan"), dtype=torch.float32), input_dim=0)
         # A place for the loader to find; what arrives is kept beside it, whatever its length.
         register(s.EXTENSION, BasevLLMParameter, torch.empty(0, s.WORDS_PER_TILE_PLANE, dtype=torch.int32))
         # Not registered: the checkpoint has no tensor of this name, and vLLM can be told to demand one for every parameter.
@@ -96,6 +107,11 @@ class LayerLoading:
         self._load_bias = self.layer.weight_loader
         self.layer.weight_loader = self.bias_loader
 
+    @property
+    def smoothed(self) -> bool:
+        """Whether every member brings the smoothing of their input."""
+        return all(m.module.smoothing for m in self.members)
+
     def loader(self, suffix: str) -> Callable[..., None]:
         """The `weight_loader` of one parameter: check what arrives, then let vLLM place it."""
 
@@ -103,8 +119,8 @@ class LayerLoading:
             part = self._arrive(suffix, loaded_weight, shard_id)
             if suffix == s.EXTENSION:
                 self.stash[part] = loaded_weight
-            elif suffix == s.THRESHOLDS:
-                self._set_thresholds(param, loaded_weight, part)
+            elif suffix == s.THRESHOLDS or (suffix == s.SMOOTHING and len(self.members) > 1):
+                self._set_shared(suffix, param, loaded_weight, part)
             else:
                 self._place(param, loaded_weight, shard_id)
                 if suffix == s.MAP:
@@ -162,11 +178,12 @@ class LayerLoading:
             layer.get_parameter(s.SCALE).data,
             layer.get_parameter(s.OUTPUT_TRANSFORM).data[:, 0].contiguous(),
         )
-        return LoadedLayer(weight, layer.get_parameter(s.THRESHOLDS).data)
+        smoothing = layer.get_parameter(s.SMOOTHING).data if self.smoothed else None
+        return LoadedLayer(weight, layer.get_parameter(s.THRESHOLDS).data, smoothing)
 
     def release(self) -> None:
         """Take every parameter and loader of ours off the layer again."""
-        for suffix in (s.PLANE0, s.PLANE1, s.MAP, s.SCALE, s.OUTPUT_TRANSFORM, s.THRESHOLDS, s.EXTENSION):
+        for suffix in (*s.TENSORS, *([s.SMOOTHING] if self.smoothed else [])):
             delattr(self.layer, suffix)
         del self.layer.weight_loader  # the class's own shows again
         self.stash.clear()
@@ -197,6 +214,8 @@ class LayerLoading:
         layer.get_parameter(s.OUTPUT_TRANSFORM).data.zero_()
         thresholds = layer.get_parameter(s.THRESHOLDS).data
         thresholds.copy_(torch.arange(1.0, thresholds.shape[1] + 1).expand_as(thresholds))
+        if self.smoothed:
+            layer.get_parameter(s.SMOOTHING).data.fill_(1.0)
         suffixes = [suffix for m in self.members for suffix in m.specs] + [s.BIAS]
         self.arrived = {(part, suffix) for part in range(len(self.members)) for suffix in suffixes}
 
@@ -249,16 +268,16 @@ class LayerLoading:
     def _place_bias(self, param: Tensor, tensor: Tensor, shard_id: Any) -> None:
         self._load_bias(param, tensor) if shard_id is None else self._load_bias(param, tensor, shard_id)
 
-    def _set_thresholds(self, param: Tensor, tensor: Tensor, part: int) -> None:
-        """The members of a layer read the same input once, hence at one set of thresholds."""
-        if self.thresholds_of is None:
-            self.thresholds_of = part
+    def _set_shared(self, suffix: str, param: Tensor, tensor: Tensor, part: int) -> None:
+        """The members of a layer read the same input once, hence at one set of thresholds and with one smoothing."""
+        if suffix not in self.first:
+            self.first[suffix] = part
             param.data.copy_(tensor)
         elif not torch.equal(param.data.cpu(), tensor.cpu()):
-            a, b = self.members[self.thresholds_of].name, self.members[part].name
+            a, b = self.members[self.first[suffix]].name, self.members[part].name
             raise ValueError(
-                f"{self.prefix}: {a}.{s.THRESHOLDS} and {b}.{s.THRESHOLDS} differ, though the two share their input; "
-                "modules of one input group need identical thresholds"
+                f"{self.prefix}: {a}.{suffix} and {b}.{suffix} differ, though the two share their input; "
+                f"modules of one input group need identical {suffix}"
             )
 
     def _cut(self, part: int) -> None:

@@ -35,9 +35,10 @@ MAP = "weight_tile_bits"
 SCALE = "weight_tile_scale"
 OUTPUT_TRANSFORM = "output_transform"
 THRESHOLDS = "thresholds"
+SMOOTHING = "smoothing"
 BIAS = "bias"
 
-#: Every tensor a linear stores in this format (a bias keeps its usual name).
+#: Every tensor a linear must store in this format (a bias keeps its usual name; `SMOOTHING` may be there).
 TENSORS = (PLANE0, PLANE1, EXTENSION, MAP, SCALE, OUTPUT_TRANSFORM, THRESHOLDS)
 
 #: Names a user may give instead of a stored profile: every stored plane through the graded path; no grading at all.
@@ -47,7 +48,11 @@ PROFILE_OFF = "off"
 NEVER = 3.4028234663852886e38
 #: A larger tile scale is no weight's: it would leave float32 on the way through the rotation and the products.
 MAX_SCALE = 2.0**64
+#: A smoothing beyond this, or below one over it, is no ratio of real activations to real weights.
+MAX_SMOOTHING = 2.0**40
 ACTIVATIONS = ("none", "group64")
+#: How activations of the long prefill become INT8: per row after the smoothing, for speed, or per row and 64 inputs.
+PREFILL_ACTIVATIONS = ("token_smooth", "group64")
 
 
 #: Larger numbers are refused before anything is computed from them.
@@ -112,6 +117,8 @@ class Module(BaseModel):
     input_group: str = Field(max_length=512)
     #: Index of the transform of every 64 inputs; None where they are taken as they come.
     input_transform: int | None = Field(default=None, ge=0, lt=256)
+    #: Whether a tensor `smoothing` says what prompts divide their inputs by before INT8 with one scale per row.
+    smoothing: bool = False
 
     @field_validator("tile_counts", mode="before")
     @classmethod
@@ -133,6 +140,8 @@ class Module(BaseModel):
                 f"tile_counts sum to {sum(self.tile_counts.values())}, "
                 f"the shape has {self.n_tiles} x {self.k_tiles} = {self.n_tiles * self.k_tiles} tiles"
             )
+        if self.smoothing and self.input_transform is not None:
+            raise ValueError("smoothing beside input_transform: rotated inputs take none")
         return self
 
     @property
@@ -252,6 +261,8 @@ class QuantizationSchema(BaseModel):
             raise ValueError(f"input_transform beyond the {len(self.transforms)} transforms in {far[:_SHOWN]}")
         if mixed := [g for g, names in self.groups.items() if len({self.modules[n].input_transform for n in names}) > 1]:
             raise ValueError(f"modules with one input differ in input_transform: input groups {mixed[:_SHOWN]}")
+        if mixed := [g for g, names in self.groups.items() if len({self.modules[n].smoothing for n in names}) > 1]:
+            raise ValueError(f"modules with one input differ in smoothing: input groups {mixed[:_SHOWN]}")
         return self
 
     @classmethod
@@ -271,6 +282,8 @@ class QuantizationSchema(BaseModel):
         for module in data["modules"].values():
             if module["input_transform"] is None:
                 del module["input_transform"]
+            if not module["smoothing"]:
+                del module["smoothing"]
         return data
 
     @cached_property
@@ -304,6 +317,8 @@ class QuantizationSchema(BaseModel):
             OUTPUT_TRANSFORM: TensorSpec(("U8",), (m.n_tiles, 1)),
             THRESHOLDS: TensorSpec(("F32",), (len(self.profiles.names), len(LEVELS) - 1)),
         }
+        if m.smoothing:
+            specs[SMOOTHING] = TensorSpec(("F32",), (m.in_features,))
         if m.bias:
             specs[BIAS] = TensorSpec(("BF16", "F16", "F32"), (m.out_features,))
         return specs

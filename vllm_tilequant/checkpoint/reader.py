@@ -20,11 +20,12 @@ __all__ = ["Checkpoint", "CheckpointError", "Header", "StoredModule", "header_fa
 
 @dataclass(frozen=True)
 class StoredModule:
-    """One quantized linear as stored. thresholds: [profiles, 4] float32; bias: [N] in its own dtype."""
+    """One quantized linear as stored. thresholds: [profiles, 4] float32; bias: [N] in its own dtype; smoothing: [K] float32."""
 
     weight: layout.PackedWeight
     thresholds: Tensor
     bias: Tensor | None
+    smoothing: Tensor | None = None
 
 
 class Checkpoint(Tensors):
@@ -60,7 +61,7 @@ class Checkpoint(Tensors):
         tensors = self.module_tensors(name)
         raise_faults(self.folder, self.value_faults(name, tensors))
         weight = layout.from_tensors(tensors, self.schema.input_transform(name))
-        return StoredModule(weight, tensors[s.THRESHOLDS], tensors.get(s.BIAS))
+        return StoredModule(weight, tensors[s.THRESHOLDS], tensors.get(s.BIAS), tensors.get(s.SMOOTHING))
 
     def module_tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one quantized linear by suffix, as stored: their values are not judged."""
@@ -77,8 +78,9 @@ class Checkpoint(Tensors):
             if bool(((words != 0).any(3).any(1) & narrow.T).any()):
                 faults.append(f"{name}.{s.PLANE1} is not empty under 2-bit tiles")
         first = self.schema.groups[module.input_group][0]
-        if first != name and not torch.equal(self.tensor(f"{first}.{s.THRESHOLDS}"), tensors[s.THRESHOLDS]):
-            faults.append(f"{name}.{s.THRESHOLDS} differ within the shared-input group {module.input_group}")
+        for suffix in (s.THRESHOLDS, s.SMOOTHING) if module.smoothing else (s.THRESHOLDS,):
+            if first != name and not torch.equal(self.tensor(f"{first}.{suffix}"), tensors[suffix]):
+                faults.append(f"{name}.{suffix} differ within the shared-input group {module.input_group}")
         return faults
 
     @cached_property
@@ -93,12 +95,12 @@ class Checkpoint(Tensors):
         return [name for name in self.headers if name not in own]
 
     def stored_bits(self) -> float:
-        """All stored bytes of the quantized linears (codes, scales, maps, transforms, thresholds) x 8 / weights."""
+        """All stored bytes of the quantized linears (codes, scales, maps, transforms, thresholds, smoothing) x 8 / weights."""
         total = weights = 0
         for name, m in self.schema.modules.items():
             weights += m.out_features * m.in_features
-            for suffix in s.TENSORS:
-                total += self.headers[f"{name}.{suffix}"].nbytes
+            for suffix in self.schema.tensor_specs(name):
+                total += self.headers[f"{name}.{suffix}"].nbytes if suffix != s.BIAS else 0
         return 8 * total / weights
 
     def stored_code_bits(self) -> float:
@@ -126,7 +128,7 @@ def header_faults(schema: s.QuantizationSchema, headers: dict[str, Header]) -> l
                 )
     for name in headers:
         module, _, suffix = name.rpartition(".")
-        if name not in expected and (suffix in s.TENSORS or module in schema.modules):
+        if name not in expected and (suffix in (*s.TENSORS, s.SMOOTHING) or module in schema.modules):
             faults.append(f"{name}: extra, config.json does not announce it")
     return faults
 

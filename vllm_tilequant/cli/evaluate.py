@@ -41,7 +41,9 @@ def evaluate(
         list[str] | None,
         typer.Option(help="Profile of the graded rows (repeatable), or 'all'; the checkpoint's default if left out."),
     ] = None,
-    activation: Annotated[list[str] | None, typer.Option(help="'none' or 'group64' (repeatable).")] = None,
+    activation: Annotated[
+        list[str] | None, typer.Option(help="'none', 'group64', or for the static phase 'token_smooth' (repeatable).")
+    ] = None,
     phase: Annotated[Phase, typer.Option(help="At stored precision, graded at every position, or both.")] = Phase.both,
     device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="Of both models.")] = Dtype.float32,
