@@ -17,18 +17,24 @@ _OUTPUT_TILE_BITS = 8  # the index of its transform
 
 
 def narrow_tiles(
-    shapes: dict[str, tuple[int, int]], w4_fraction: float, stored_bits: float | None, wide: int, profiles: int
+    shapes: dict[str, tuple[int, int]],
+    w4_fraction: float,
+    stored_bits: float | None,
+    wide: int,
+    profiles: int,
+    smooths: bool = False,
 ) -> int:
     """How many tiles of the whole model become narrow.
 
     shapes: module -> (N/64, K/64). Without `stored_bits`, round(f * tiles); with it, the fewest that keep everything stored
-    (codes, scales, maps, transforms, thresholds of all profiles) within so many bits per weight. Raises `ValueError` when even
-    narrow tiles everywhere need more.
+    (codes, scales, maps, transforms, thresholds of all profiles, with `smooths` a smoothing for each) within so many bits per
+    weight. Raises `ValueError` when even narrow tiles everywhere need more.
     """
     tiles = sum(n * k for n, k in shapes.values())
     if stored_bits is None:
         return round(w4_fraction * tiles)
     beside = sum(n * k * _TILE_BITS + n * _OUTPUT_TILE_BITS + profiles * (len(LEVELS) - 1) * 32 for n, k in shapes.values())
+    beside += sum(k * TILE * 8 for _, k in shapes.values()) if smooths else 0
     per_bit = TILE * TILE
     missing = beside + tiles * wide * per_bit - stored_bits * tiles * per_bit
     if missing <= 0:

@@ -39,6 +39,7 @@ def build_schema(result: Result, linears: dict[str, nn.Linear], profiles: list[s
             bias=linear.bias is not None,
             input_group=group_of[name],
             input_transform=len(result.transforms) - 1 if group_of[name] in result.rotated else None,
+            smoothing=group_of[name] in result.smoothing,
         )
     return s.QuantizationSchema(
         quant_method=s.QUANT_METHOD,
@@ -75,11 +76,9 @@ def wrap_save_pretrained(model: PreTrainedModel, packed: Callable[[], tuple[Resu
         try:
             for name in schema.modules:
                 # Clones: two tensors of one checkpoint may not share storage, and members of a group share thresholds.
-                tensors = {
-                    suffix: t.clone()
-                    for suffix, t in layout.to_tensors(result.weights[name], result.thresholds[group_of[name]]).items()
-                }
-                _replace(modules[name], tensors)
+                group = group_of[name]
+                stored = layout.to_tensors(result.weights[name], result.thresholds[group], result.smoothing.get(group))
+                _replace(modules[name], {suffix: t.clone() for suffix, t in stored.items()})
             inner(save_directory, *args, save_compressed=True, **kwargs)
         finally:
             for name, weight in dense.items():

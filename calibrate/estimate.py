@@ -24,6 +24,8 @@ from vllm_tilequant.calibrate.progress import clock
 from vllm_tilequant.calibrate.scales import HISTOGRAM_ROWS
 from vllm_tilequant.calibrate.sensitivity import CHUNK_ELEMENTS
 from vllm_tilequant.calibrate.settings import Settings
+from vllm_tilequant.calibrate.smoothing import ALPHAS
+from vllm_tilequant.calibrate.smoothing import ROWS as SMOOTHING_ROWS
 from vllm_tilequant.calibrate.thresholds import BINS
 from vllm_tilequant.schema import TILE
 
@@ -81,7 +83,9 @@ def estimate(
     weights = sum(n * k for n, k in sizes.values())
     tiles = weights // TILE**2
     shapes = {name: (n // TILE, k // TILE) for name, (n, k) in sizes.items()}
-    narrow = narrow_tiles(shapes, settings.w4_share, settings.stored_bits, settings.max_bits, len(settings.profiles))
+    narrow = narrow_tiles(
+        shapes, settings.w4_share, settings.stored_bits, settings.max_bits, len(settings.profiles), settings.smooths
+    )
     if settings.max_bits == 4:
         narrow = tiles
     packed = weights // 2 + (tiles - narrow) * TILE**2 * (settings.max_bits - 4) // 8
@@ -135,6 +139,9 @@ def estimate(
     seconds["codes"] += sum(ks) * _CHANNEL_OVERHEAD if passes else 0
     if decode:
         seconds["scores"] += scored * (forward + DECODE_TOKENS * 8 * weights / rates.passes)
+    if settings.prefill_smoothing == "search":
+        each = 2 * (SMOOTHING_ROWS + TILE) / rates.float32 + 10 / rates.passes  # of a weight and candidate
+        seconds["thresholds"] += (len(ALPHAS) + 1) * each * weights + 4 * forward
     if settings.thresholds == "search":
         steps = settings.search_candidates * len(settings.profiles) * scored
         seconds["thresholds"] += steps * DECODE_TOKENS * 8 * weights / rates.passes

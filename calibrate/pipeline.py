@@ -8,7 +8,7 @@ and graded propagation need provisional thresholds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,8 @@ from vllm_tilequant.calibrate.progress import Progress
 from vllm_tilequant.calibrate.scales import FORMS, InputStatistics, ScaleSearch
 from vllm_tilequant.calibrate.search import graded_candidates, search_thresholds
 from vllm_tilequant.calibrate.settings import Settings, Target
+from vllm_tilequant.calibrate.smoothing import RECORDS as SMOOTHING_RECORDS
+from vllm_tilequant.calibrate.smoothing import search_all
 from vllm_tilequant.calibrate.streams import Block, Streams, find_blocks
 from vllm_tilequant.calibrate.table3 import distribution
 from vllm_tilequant.calibrate.thresholds import (
@@ -60,6 +62,7 @@ class Result:
     """A finished calibration: packed weights by module, thresholds [profiles, 4] by group, and what was measured.
 
     rotated: groups whose inputs are rotated, by the last of `transforms`
+    smoothing: [K] uint8 by group, as stored, where long prompts divide their inputs
     """
 
     groups: list[Group]
@@ -69,6 +72,7 @@ class Result:
     max_bits: int
     report: dict
     rotated: frozenset[str] = frozenset()
+    smoothing: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Calibration:
@@ -110,18 +114,20 @@ class Calibration:
                 self._make_codes(waiting)
             with self.progress.phase("thresholds"):
                 thresholds = self._make_thresholds()
+                smoothing = self._search_smoothing()
         finally:
             self.model.train(was_training)
         self.report["seconds"] = dict(self.progress.seconds)
         transforms, rotated = self.basis.transforms, frozenset(self.rotated)
-        return Result(self.groups, self.weights, thresholds, transforms, self.settings.max_bits, self.report, rotated)
+        s = self.settings
+        return Result(self.groups, self.weights, thresholds, transforms, s.max_bits, self.report, rotated, smoothing)
 
     # ---- steps
 
     def _set_budget(self) -> None:
         """How many tiles become narrow. Raises `ValueError`, before any work, for what the budget cannot give."""
         s, shapes = self.settings, self._tile_shapes()
-        self.narrow = narrow_tiles(shapes, s.w4_share, s.stored_bits, s.max_bits, len(s.profiles))
+        self.narrow = narrow_tiles(shapes, s.w4_share, s.stored_bits, s.max_bits, len(s.profiles), s.smooths)
         code_bits = s.max_bits - (s.max_bits - NARROW) * self.narrow / sum(n * k for n, k in shapes.values())
         if over := [n for n, target in s.profiles.items() if isinstance(target, float) and target > code_bits]:
             raise ValueError(
@@ -333,6 +339,18 @@ class Calibration:
             return percentile_thresholds(self.statistics, target)
         optimal = optimal_thresholds if self.settings.thresholds == "optimal" else optimal_thresholds_per_group
         return optimal(self.statistics, target)
+
+    def _search_smoothing(self) -> dict[str, Tensor]:
+        """Group -> [K] uint8; rotated inputs need none."""
+        groups = [g for g in self.groups if g.name not in self.rotated]
+        if self.settings.prefill_smoothing == "none" or not groups:
+            return {}
+        squares = {g.name: self._inputs(g).squares / self.tokens for g in groups}
+        found, self.report["smoothing"] = search_all(
+            self.model, self.linears, groups, self.weights, self.basis.matrices, squares,
+            self.batches[:SMOOTHING_RECORDS],
+        )  # fmt: skip
+        return found
 
     # ---- helpers
 

@@ -73,8 +73,11 @@ def stored_bits(result: Result) -> float:
     """Everything stored of the quantized linears, thresholds with them, per weight."""
     weights = sum(w.out_features * w.in_features for w in result.weights.values())
     group_of = {n: g.name for g in result.groups for n in g.members}
-    tensors = (t for n, w in result.weights.items() for t in layout.to_tensors(w, result.thresholds[group_of[n]]).values())
-    return sum(t.numel() * t.element_size() for t in tensors) * 8 / weights
+    total = 0
+    for name, w in result.weights.items():
+        group = group_of[name]
+        total += sum(t.nbytes for t in layout.to_tensors(w, result.thresholds[group], result.smoothing.get(group)).values())
+    return total * 8 / weights
 
 
 def peak_memory() -> dict[str, int]:

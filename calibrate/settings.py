@@ -53,6 +53,8 @@ class Settings(BaseModel):
     profiles: name -> wanted average of loaded bits (with both kinds of `optimal`, and `search`), name -> five shares of
         channels at 0, 2, 4, 6 and 8 bits (with `percentile`), or name -> a row of GRINQH's Table 3 (with `table3`): "8-17" is
         row 17 of the columns for 8 bits. By default 2.5, 3.0, 3.5, 4.0 and 5.0 as far as the budget has so many bits
+    prefill_smoothing: `search` (which input channels long prompts scale down before INT8, for each shared input that is not
+        rotated, by the error of its outputs) or `none`
     default_profile: what a server takes when nothing else is said
     damping: share of the Hessian's mean diagonal that GPTQ adds to it
     seed: of everything random
@@ -82,9 +84,15 @@ class Settings(BaseModel):
     thresholds: Literal["optimal", "optimal_per_layer", "search", "percentile", "table3"] = "optimal"
     search_candidates: int = Field(15, gt=0)
     profiles: dict[str, Target] = Field(default_factory=lambda: dict(DEFAULT_PROFILES))
+    prefill_smoothing: Literal["search", "none"] = "search"
     default_profile: str = "3.0"
     damping: float = Field(0.01, gt=0)
     seed: int = 0
+
+    @property
+    def smooths(self) -> bool:
+        """Whether modules may store a smoothing."""
+        return self.prefill_smoothing == "search" and self.input_rotation != "on"
 
     @property
     def w4_share(self) -> float:

@@ -1,81 +1,102 @@
 """Which input channels long prompts scale down before they become INT8 with one scale per row.
 
-A row's scale is set by its largest channel, and what is lost is lost in the small ones. Dividing channel i by a_i moves its size
-into the weight, which is requantized with one scale per output anyway: a_i = rms(x_i)^alpha / max|W_i|^(1 - alpha). alpha is
-searched per shared input on the error of its outputs, in the very arithmetic of the product, and "none" is one of the candidates.
+A row's scale is set by its largest channel, and what is lost is lost in the small ones. Dividing channel i by a_i moves its
+size into the weight, which is requantized with one scale per output anyway: a_i = rms(x_i)^alpha / max|W_i|^(1 - alpha). alpha
+is searched per shared input on the error of its outputs, in the very arithmetic of the product; "none" is a candidate too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from vllm_tilequant.calibrate.capture import Batch, Group, watch_inputs
-from vllm_tilequant.kernels.layout import PackedWeight, aligned_codes, restore_weight, to_device
+from vllm_tilequant.kernels.layout import (
+    PackedWeight,
+    aligned_codes,
+    restore_weight,
+    slice_weight,
+    smoothing_codes,
+    smoothing_values,
+    to_device,
+)
 from vllm_tilequant.kernels.portable import level_weight
 from vllm_tilequant.kernels.reference import activation_token_ref, requantize_ref
-from vllm_tilequant.schema import LEVELS
+from vllm_tilequant.schema import LEVELS, TILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ALPHAS = (0.25, 0.375, 0.5, 0.625, 0.75)
-#: Rows of a shared input on which the error is measured.
-ROWS = 384
-#: A channel is moved by at most this factor, up or down.
-_MOST = 2.0**20
+#: Rows of a shared input on which the error is measured, and records that they are taken from.
+ROWS, RECORDS = 384, 4
+#: Weights looked at together: requantizing takes float64.
+_PIECE = 2**22
 
 
 def candidate(mean_square: Tensor, largest: Tensor, alpha: float) -> Tensor:
-    """[K] float32. mean_square: E[x_i^2]; largest: max|W_i| over outputs; both [K]. Silent channels stay as they are."""
+    """[K] uint8 of `layout.smoothing_codes`; silent channels stay as they are.
+
+    mean_square: E[x_i^2]; largest: max|W_i| over outputs; both [K]
+    """
     size, used = mean_square.double().sqrt(), (mean_square > 0) & (largest > 0)
     log = (alpha * size.log2() - (1 - alpha) * largest.double().log2()).where(used, 0.0)
     log = (log - log[used].mean() if bool(used.any()) else log).where(used, 0.0)
-    return torch.exp2(log).clamp(1 / _MOST, _MOST).float()
+    return smoothing_codes(torch.exp2(log))
 
 
 @torch.no_grad()
 def search(
     x: Tensor, weights: Sequence[tuple[PackedWeight, Tensor]], mean_square: Tensor
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """The smoothing of one shared input, None where none is best, and every candidate's error relative to the outputs' power.
+    """The smoothing of one shared input, [K] uint8 as stored, and every candidate's error relative to the outputs' power.
+
+    None where nothing is better.
 
     x: [M, K], rows of this input; weights: of the members, each with the [N/64, 64, 64] matrices U of its output tiles
     """
-    dense = []
-    for w, matrices in weights:
-        rotated = level_weight(aligned_codes(w), w.tile_bits, w.tile_scale, LEVELS[-1]).contiguous()
-        dense.append(restore_weight(rotated, matrices.float()))
-    wanted = [x.float() @ d.T for d in dense]
-    power = sum(float(y.double().square().sum()) for y in wanted)
-    largest = torch.stack([d.abs().amax(0) for d in dense]).amax(0)
-    del dense
-    found: dict[str, tuple[float, Tensor | None]] = {}
-    tried = {"none": None} | {str(a): candidate(mean_square.to(x.device), largest, a) for a in ALPHAS}
+    largest = torch.stack([dense.abs().amax(0) for _, _, dense in _pieces(weights)]).amax(0)
+    stored = {str(a): candidate(mean_square.to(x.device), largest, a) for a in ALPHAS}
+    tried = {"none": None} | {name: smoothing_values(codes) for name, codes in stored.items()}
+    rows = {}
     for name, smoothing in tried.items():
         q, scale = activation_token_ref(x, smoothing)
-        rows, error = q.float() * scale[:, None], 0.0
-        for (w, matrices), y in zip(weights, wanted, strict=True):
+        rows[name] = q.float() * scale[:, None]
+    power, errors = 0.0, dict.fromkeys(tried, 0.0)
+    for w, matrices, dense in _pieces(weights):
+        wanted = x.float() @ dense.T
+        power += float(wanted.double().square().sum())
+        for name, smoothing in tried.items():
             codes, unit = requantize_ref(w, matrices, smoothing)
-            error += float((rows @ (codes.float() * unit[:, None]).T - y).double().square().sum())
-        found[name] = (error / power if power else 0.0, smoothing)
-    best = min(found.values(), key=lambda pair: pair[0])[1]
-    return (None if best is None else best.cpu()), {name: error for name, (error, _) in found.items()}
+            errors[name] += float((rows[name] @ (codes.float() * unit[:, None]).T - wanted).double().square().sum())
+    best = stored.get(min(errors, key=errors.__getitem__))
+    return (None if best is None else best.cpu()), {name: error / power if power else 0.0 for name, error in errors.items()}
+
+
+def _pieces(weights: Sequence[tuple[PackedWeight, Tensor]]) -> Iterator[tuple[PackedWeight, Tensor, Tensor]]:
+    """Some output tiles at a time: (packed, their matrices, dense [n, K] float32)."""
+    for w, matrices in weights:
+        tiles = max(1, _PIECE // (TILE * w.in_features))
+        for first in range(0, len(matrices), tiles):
+            u = matrices[first : first + tiles]
+            piece = slice_weight(w, (first * TILE, (first + len(u)) * TILE), (0, w.in_features))
+            rotated = level_weight(aligned_codes(piece), piece.tile_bits, piece.tile_scale, LEVELS[-1]).contiguous()
+            yield piece, u, restore_weight(rotated, u.float())
 
 
 def search_all(
     model: PreTrainedModel,
     linears: dict[str, nn.Linear],
-    groups: Iterable[Group],
+    groups: Sequence[Group],
     weights: dict[str, PackedWeight],
     transforms: Tensor,
     mean_squares: dict[str, Tensor],
     batches: Sequence[Batch],
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
-    """Smoothing by group (those without are left out), and the errors of all candidates by group.
+    """Smoothing by group, as stored (those without are left out), and the errors of all candidates by group.
 
     groups: whose inputs are not rotated; weights: by linear; transforms: [n, 64, 64]; mean_squares: E[x^2] by group;
     batches: of text to take rows from; the model's own weights make them

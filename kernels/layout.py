@@ -22,13 +22,14 @@ from vllm_tilequant.schema import (
     LEVELS,
     MAP,
     MAX_SCALE,
-    MAX_SMOOTHING,
     OUTPUT_TRANSFORM,
     OUTPUTS_PER_WORD,
     PLANE0,
     PLANE1,
     SCALE,
     SMOOTHING,
+    SMOOTHING_ONE,
+    SMOOTHING_STEPS,
     THRESHOLDS,
     TILE,
     TILE_BITS,
@@ -350,10 +351,22 @@ def restore_weight(rotated: Tensor, matrices: Tensor) -> Tensor:
     return rotate_outputs(rotated, matrices.mT)
 
 
+def smoothing_codes(smoothing: Tensor) -> Tensor:
+    """The nearest stored form of positive factors: uint8, see `smoothing_values`."""
+    steps = (smoothing.double().log2() * SMOOTHING_STEPS).round() + SMOOTHING_ONE
+    return steps.clamp(0, 255).to(torch.uint8)
+
+
+def smoothing_values(codes: Tensor) -> Tensor:
+    """2^((c - 128) / 8), float32. codes: uint8."""
+    table = torch.exp2((torch.arange(256, dtype=torch.float64) - SMOOTHING_ONE) / SMOOTHING_STEPS).float()
+    return table.to(codes.device)[codes.long()]
+
+
 def to_tensors(w: PackedWeight, thresholds: Tensor, smoothing: Tensor | None = None) -> dict[str, Tensor]:
     """The tensors of one module as the checkpoint stores them, by suffix.
 
-    thresholds: [profiles, 4] float32; smoothing: [K] float32, for a module that announces it
+    thresholds: [profiles, 4] float32; smoothing: [K] uint8 of `smoothing_codes`, for a module that announces it
     """
     return ({} if smoothing is None else {SMOOTHING: smoothing}) | {
         PLANE0: w.plane0,
@@ -400,10 +413,6 @@ def payload_faults(tensors: Mapping[str, Tensor], tile_counts: Mapping[int, int]
         faults.append(f"{OUTPUT_TRANSFORM} holds {int(index.max())}, the checkpoint has {n_transforms} transforms")
     if (t := tensors.get(THRESHOLDS)) is not None and not bool(t.isfinite().all() and (t[:, 1:] >= t[:, :-1]).all()):
         faults.append(f"{THRESHOLDS} are not finite and ascending")
-    if (smoothing := tensors.get(SMOOTHING)) is not None and not bool(
-        ((smoothing >= 1 / MAX_SMOOTHING) & (smoothing <= MAX_SMOOTHING)).all()  # False at NaN
-    ):
-        faults.append(f"{SMOOTHING} is not between 2^-40 and 2^40 everywhere")
     if (bias := tensors.get(BIAS)) is not None and not bool(bias.isfinite().all()):
         faults.append(f"{BIAS} is not finite")
     return faults

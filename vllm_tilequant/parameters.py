@@ -97,7 +97,7 @@ class LayerLoading:
             names = [m.name for m in self.members]
             raise ValueError(f"{self.prefix} fuses {names}, of which only some have a smoothing of their shared input")
         if self.smoothed:
-            register(s.SMOOTHING, RowvLLMParameter, torch.full((k,), float("nan"), dtype=torch.float32), input_dim=0)
+            register(s.SMOOTHING, RowvLLMParameter, torch.zeros(k, dtype=torch.uint8), input_dim=0)
         # A place for the loader to find; what arrives is kept beside it, whatever its length.
         register(s.EXTENSION, BasevLLMParameter, torch.empty(0, s.WORDS_PER_TILE_PLANE, dtype=torch.int32))
         # Not registered: the checkpoint has no tensor of this name, and vLLM can be told to demand one for every parameter.
@@ -178,7 +178,7 @@ class LayerLoading:
             layer.get_parameter(s.SCALE).data,
             layer.get_parameter(s.OUTPUT_TRANSFORM).data[:, 0].contiguous(),
         )
-        smoothing = layer.get_parameter(s.SMOOTHING).data if self.smoothed else None
+        smoothing = layout.smoothing_values(layer.get_parameter(s.SMOOTHING).data) if self.smoothed else None
         return LoadedLayer(weight, layer.get_parameter(s.THRESHOLDS).data, smoothing)
 
     def release(self) -> None:
@@ -215,7 +215,7 @@ class LayerLoading:
         thresholds = layer.get_parameter(s.THRESHOLDS).data
         thresholds.copy_(torch.arange(1.0, thresholds.shape[1] + 1).expand_as(thresholds))
         if self.smoothed:
-            layer.get_parameter(s.SMOOTHING).data.fill_(1.0)
+            layer.get_parameter(s.SMOOTHING).data.fill_(s.SMOOTHING_ONE)
         suffixes = [suffix for m in self.members for suffix in m.specs] + [s.BIAS]
         self.arrived = {(part, suffix) for part in range(len(self.members)) for suffix in suffixes}
 

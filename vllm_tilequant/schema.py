@@ -48,8 +48,8 @@ PROFILE_OFF = "off"
 NEVER = 3.4028234663852886e38
 #: A larger tile scale is no weight's: it would leave float32 on the way through the rotation and the products.
 MAX_SCALE = 2.0**64
-#: A smoothing beyond this, or below one over it, is no ratio of real activations to real weights.
-MAX_SMOOTHING = 2.0**40
+#: A smoothing is stored as a byte c and means 2^((c - 128) / 8).
+SMOOTHING_ONE, SMOOTHING_STEPS = 128, 8
 ACTIVATIONS = ("none", "group64")
 #: How activations of the long prefill become INT8: per row after the smoothing, for speed, or per row and 64 inputs.
 PREFILL_ACTIVATIONS = ("token_smooth", "group64")
@@ -318,7 +318,7 @@ class QuantizationSchema(BaseModel):
             THRESHOLDS: TensorSpec(("F32",), (len(self.profiles.names), len(LEVELS) - 1)),
         }
         if m.smoothing:
-            specs[SMOOTHING] = TensorSpec(("F32",), (m.in_features,))
+            specs[SMOOTHING] = TensorSpec(("U8",), (m.in_features,))
         if m.bias:
             specs[BIAS] = TensorSpec(("BF16", "F16", "F32"), (m.out_features,))
         return specs

@@ -61,7 +61,9 @@ class Checkpoint(Tensors):
         tensors = self.module_tensors(name)
         raise_faults(self.folder, self.value_faults(name, tensors))
         weight = layout.from_tensors(tensors, self.schema.input_transform(name))
-        return StoredModule(weight, tensors[s.THRESHOLDS], tensors.get(s.BIAS), tensors.get(s.SMOOTHING))
+        codes = tensors.get(s.SMOOTHING)
+        smoothing = None if codes is None else layout.smoothing_values(codes)
+        return StoredModule(weight, tensors[s.THRESHOLDS], tensors.get(s.BIAS), smoothing)
 
     def module_tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one quantized linear by suffix, as stored: their values are not judged."""
