@@ -90,8 +90,14 @@ def estimate(
         narrow = tiles
     packed = weights // 2 + (tiles - narrow) * TILE**2 * (settings.max_bits - 4) // 8
     packed += 5 * tiles + sum(n // TILE + 16 * len(settings.profiles) for n, _ in sizes.values())
+    packed += sum(k for _, k in sizes.values()) if settings.smooths else 0
     model = sum(p.numel() * p.element_size() for p in skeleton.parameters())
-    output = model - weights * width + packed + _HEADER_BYTES * (7 * len(linears) + len(list(skeleton.parameters())))
+    output = (
+        model
+        - weights * width
+        + packed
+        + _HEADER_BYTES * ((7 + settings.smooths) * len(linears) + len(list(skeleton.parameters())))
+    )
 
     hidden, vocabulary = skeleton.config.get_text_config().hidden_size, skeleton.config.get_text_config().vocab_size
     scored = min(settings.score_samples, records)

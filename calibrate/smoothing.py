@@ -25,7 +25,7 @@ from vllm_tilequant.kernels.layout import (
 )
 from vllm_tilequant.kernels.portable import level_weight
 from vllm_tilequant.kernels.reference import activation_token_ref, requantize_ref
-from vllm_tilequant.schema import LEVELS, TILE
+from vllm_tilequant.schema import LEVELS, SMOOTHING_ONE, TILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,12 +49,8 @@ def candidate(mean_square: Tensor, largest: Tensor, alpha: float) -> Tensor:
 
 
 @torch.no_grad()
-def search(
-    x: Tensor, weights: Sequence[tuple[PackedWeight, Tensor]], mean_square: Tensor
-) -> tuple[Tensor | None, dict[str, float]]:
+def search(x: Tensor, weights: Sequence[tuple[PackedWeight, Tensor]], mean_square: Tensor) -> tuple[Tensor, dict[str, float]]:
     """The smoothing of one shared input, [K] uint8 as stored, and every candidate's error relative to the outputs' power.
-
-    None where nothing is better.
 
     x: [M, K], rows of this input; weights: of the members, each with the [N/64, 64, 64] matrices U of its output tiles
     """
@@ -72,8 +68,8 @@ def search(
         for name, smoothing in tried.items():
             codes, unit = requantize_ref(w, matrices, smoothing)
             errors[name] += float((rows[name] @ (codes.float() * unit[:, None]).T - wanted).double().square().sum())
-    best = stored.get(min(errors, key=errors.__getitem__))
-    return (None if best is None else best.cpu()), {name: error / power if power else 0.0 for name, error in errors.items()}
+    best = stored.get(min(errors, key=errors.__getitem__), torch.full(x.shape[1:], SMOOTHING_ONE, dtype=torch.uint8))
+    return best.cpu(), {name: error / power if power else 0.0 for name, error in errors.items()}
 
 
 def _pieces(weights: Sequence[tuple[PackedWeight, Tensor]]) -> Iterator[tuple[PackedWeight, Tensor, Tensor]]:
@@ -96,7 +92,7 @@ def search_all(
     mean_squares: dict[str, Tensor],
     batches: Sequence[Batch],
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
-    """Smoothing by group, as stored (those without are left out), and the errors of all candidates by group.
+    """Smoothing by group, as stored, and the errors of all candidates by group.
 
     groups: whose inputs are not rotated; weights: by linear; transforms: [n, 64, 64]; mean_squares: E[x^2] by group;
     batches: of text to take rows from; the model's own weights make them
@@ -115,7 +111,5 @@ def search_all(
         for name in group.members:
             w = to_device(weights[name], x.device)
             members.append((w, transforms.to(x.device)[w.output_transform.long()]))
-        smoothing, errors[group.name] = search(x, members, mean_squares[group.name])
-        if smoothing is not None:
-            found[group.name] = smoothing
+        found[group.name], errors[group.name] = search(x, members, mean_squares[group.name])
     return found, errors

@@ -73,7 +73,7 @@ def prepare(w: PackedWeight, decode: DecodeWeight, *, smoothing: Tensor | None =
             raise ValueError(f"smoothing is {smoothing.dtype} {list(smoothing.shape)}, wanted float32 [{k}]")
         if not bool((smoothing.isfinite() & (smoothing > 0)).all()):
             raise ValueError("smoothing holds entries that are not finite and > 0")
-        smoothing = smoothing.to(device)
+        smoothing = None if bool((smoothing == 1).all()) else smoothing.to(device)
     rotation = _rotations(decode.table)
     index = decode.transform.where(decode.transform != IDENTITY, rotation.shape[0] - 1)
     per_tile = rotation.float()[index.long()].mT.contiguous()  # [N/64, n, n']
