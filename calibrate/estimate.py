@@ -24,7 +24,7 @@ from vllm_tilequant.calibrate.progress import clock
 from vllm_tilequant.calibrate.scales import HISTOGRAM_ROWS
 from vllm_tilequant.calibrate.sensitivity import CHUNK_ELEMENTS
 from vllm_tilequant.calibrate.settings import Settings
-from vllm_tilequant.calibrate.smoothing import ALPHAS
+from vllm_tilequant.calibrate.smoothing import CANDIDATES
 from vllm_tilequant.calibrate.smoothing import ROWS as SMOOTHING_ROWS
 from vllm_tilequant.calibrate.thresholds import BINS
 from vllm_tilequant.schema import TILE
@@ -147,7 +147,7 @@ def estimate(
         seconds["scores"] += scored * (forward + DECODE_TOKENS * 8 * weights / rates.passes)
     if settings.prefill_smoothing == "search":
         each = 2 * (SMOOTHING_ROWS + TILE) / rates.float32 + 10 / rates.passes  # of a weight and candidate
-        seconds["thresholds"] += (len(ALPHAS) + 1) * each * weights + 4 * forward
+        seconds["thresholds"] += (len(CANDIDATES) + 1) * each * weights + 4 * forward
     if settings.thresholds == "search":
         steps = settings.search_candidates * len(settings.profiles) * scored
         seconds["thresholds"] += steps * DECODE_TOKENS * 8 * weights / rates.passes

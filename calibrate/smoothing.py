@@ -1,8 +1,9 @@
 """Which input channels long prompts scale down before they become INT8 with one scale per row.
 
 A row's scale is set by its largest channel, and what is lost is lost in the small ones. Dividing channel i by a_i moves its
-size into the weight, which is requantized with one scale per output anyway: a_i = rms(x_i)^alpha / max|W_i|^(1 - alpha). alpha
-is searched per shared input on the error of its outputs, in the very arithmetic of the product; "none" is a candidate too.
+size into the weight, which is requantized with one scale per output anyway: a_i = size(x_i)^alpha / rms(W_i)^(1 - alpha), the
+size being the root mean square, or its geometric mean with the largest |x_i|. Both are searched per shared input on the
+error of its outputs, in the very arithmetic of the product; "none" is a candidate too.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ from vllm_tilequant.schema import LEVELS, SMOOTHING_ONE, TILE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ALPHAS = (0.25, 0.375, 0.5, 0.625, 0.75)
+#: (size, alpha) that are tried.
+CANDIDATES = (("rms", 0.375), ("rms", 0.5), ("rms", 0.625), ("mixed", 0.5), ("mixed", 0.625), ("mixed", 0.75))
 #: Rows of a shared input on which the error is measured, and records that they are taken from.
 ROWS, RECORDS = 384, 4
 #: Weights looked at together: requantizing takes float64.
 _PIECE = 2**22
 
 
-def candidate(mean_square: Tensor, largest: Tensor, alpha: float) -> Tensor:
+def candidate(size: Tensor, weight: Tensor, alpha: float) -> Tensor:
     """[K] uint8 of `layout.smoothing_codes`; silent channels stay as they are.
 
-    mean_square: E[x_i^2]; largest: max|W_i| over outputs; both [K]
+    size: of every input channel; weight: root mean square of its column; both [K]
     """
-    size, used = mean_square.double().sqrt(), (mean_square > 0) & (largest > 0)
-    log = (alpha * size.log2() - (1 - alpha) * largest.double().log2()).where(used, 0.0)
+    used = (size > 0) & (weight > 0)
+    log = (alpha * size.double().log2() - (1 - alpha) * weight.double().log2()).where(used, 0.0)
     log = (log - log[used].mean() if bool(used.any()) else log).where(used, 0.0)
     return smoothing_codes(torch.exp2(log))
 
@@ -54,8 +56,10 @@ def search(x: Tensor, weights: Sequence[tuple[PackedWeight, Tensor]], mean_squar
 
     x: [M, K], rows of this input; weights: of the members, each with the [N/64, 64, 64] matrices U of its output tiles
     """
-    largest = torch.stack([dense.abs().amax(0) for _, _, dense in _pieces(weights)]).amax(0)
-    stored = {str(a): candidate(mean_square.to(x.device), largest, a) for a in ALPHAS}
+    weight = torch.stack([dense.square().sum(0) for _, _, dense in _pieces(weights)]).sum(0).sqrt()
+    rms = mean_square.to(x.device).sqrt().float()
+    sizes = {"rms": rms, "mixed": (rms * x.float().abs().amax(0)).sqrt()}
+    stored = {f"{size} {alpha}": candidate(sizes[size], weight, alpha) for size, alpha in CANDIDATES}
     tried = {"none": None} | {name: smoothing_values(codes) for name, codes in stored.items()}
     rows = {}
     for name, smoothing in tried.items():

@@ -43,7 +43,7 @@ def test_the_search_lowers_the_error_it_reports():
 
 
 def test_silent_channels_and_silent_weights_are_left_alone():
-    codes = smoothing.candidate(torch.tensor([0.0, 4.0, 1.0, 0.25]), torch.tensor([1.0, 1.0, 0.0, 1.0]), 0.5)
+    codes = smoothing.candidate(torch.tensor([0.0, 2.0, 1.0, 0.5]), torch.tensor([1.0, 1.0, 0.0, 1.0]), 0.5)
     assert codes.tolist() == [128, 132, 128, 124]  # roots of 2 and 1/2 about their mean, silent ones as they are
     assert smoothing.candidate(torch.zeros(4), torch.ones(4), 0.5).tolist() == [128] * 4
 
@@ -75,7 +75,10 @@ def test_a_calibration_keeps_it_where_inputs_are_not_rotated(rotation, search):
     assert all(again.modules[n].smoothing for n in again.groups[q])
     assert again.tensor_specs(q)[s.SMOOTHING] == s.TensorSpec(("U8",), (128,))
     errors = result.report["smoothing"][q]
-    assert set(errors) == {"none", *map(str, smoothing.ALPHAS)} and min(errors.values()) < errors["none"]
+    assert (
+        set(errors) == {"none", *(f"{size} {alpha}" for size, alpha in smoothing.CANDIDATES)}
+        and min(errors.values()) < errors["none"]
+    )
 
 
 def test_the_budget_pays_for_it():
