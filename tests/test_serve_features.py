@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from serving import (
     ENVIRONMENT,
     LOGPROB_BOUNDS,
@@ -21,9 +21,13 @@ from serving import (
     one_thread,  # noqa: F401 - a fixture
     reference_model,
 )
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from toy import write_toy
+from cases import make_map
+from toy import TRANSFORMS, quantize_tensor, write_tokenizer, write_toy
+from vllm_tilequant import schema as s
 from vllm_tilequant.hf import load_dense
+from vllm_tilequant.kernels import layout
 
 pytestmark = pytest.mark.serve
 
@@ -59,6 +63,67 @@ def write_adapter(folder, model):
     return added
 
 
+#: Architecture -> profiles that it is asked with.
+FAMILIES = {
+    "qwen2": ("off",),
+    "qwen3": ("off", "graded"),
+    "mistral": ("off",),
+    "gemma3_text": ("off",),
+    "phi3": ("off", "graded"),
+}
+
+
+def write_family(folder, family):
+    """A small random model of another architecture, every linear quantized by rounding, maps and transforms at random."""
+    torch.manual_seed(3)
+    sizes = dict(hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes |= dict(head_dim=64, vocab_size=256, max_position_embeddings=512, initializer_range=0.08)
+    special = dict(pad_token_id=2, bos_token_id=1, eos_token_id=2)
+    window = {"sliding_window": 16} if family in ("mistral", "gemma3_text") else {}
+    if family in ("qwen2", "phi3"):  # their heads have the size that hidden_size gives them
+        sizes |= dict(num_attention_heads=2, num_key_value_heads=1)
+    if family == "phi3":
+        sizes |= dict(original_max_position_embeddings=512)
+    config = AutoConfig.for_model(family, **sizes, **special, **window)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, p in model.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(p, std=0.3)
+    model.save_pretrained(folder)
+    tensors, g = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(4)
+    base, modules = torch.tensor([[0.05, 0.15, 0.4, 1.0]]), {}
+    for name, linear in model.named_modules():
+        if not isinstance(linear, torch.nn.Linear) or name == "lm_head":
+            continue
+        n, k = linear.weight.shape
+        bits = make_map("mixed48", n // 64, k // 64, g)
+        index = torch.randint(len(TRANSFORMS), (n // 64,), dtype=torch.uint8, generator=g)
+        own = layout.to_tensors(quantize_tensor(linear.weight.detach().float(), bits, index), base.clone())
+        del tensors[f"{name}.weight"]
+        tensors |= {f"{name}.{suffix}": t.contiguous() for suffix, t in own.items()}
+        counts = {b: int((bits == b).sum()) for b in s.TILE_BITS if int((bits == b).sum())}
+        group = name.rpartition(".")[0] if name.endswith(("q_proj", "k_proj", "v_proj")) else name
+        group = name.rpartition(".")[0] if name.endswith(("gate_proj", "up_proj")) else group
+        modules[name] = s.Module(
+            out_features=n, in_features=k, tile_counts=counts, bias=linear.bias is not None, input_group=group
+        )
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    quantization = s.QuantizationSchema(
+        quant_method=s.QUANT_METHOD,
+        format_version=s.FORMAT_VERSION,
+        tile=s.TILE,
+        max_bits=8,
+        transforms=TRANSFORMS,
+        profiles=s.Profiles(names=["4.0"], default="4.0"),
+        ignore=["lm_head"],
+        modules=modules,
+    )
+    written = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization.dump()}
+    (folder / "config.json").write_text(json.dumps(written))
+    write_tokenizer(folder, 256)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_toy(tmp_path_factory.mktemp("features") / "toy", **PARALLEL_TOY)
@@ -86,6 +151,15 @@ def results(folder, adapter):
         "bfloat16": dict(prompts=PROMPTS, new=1, options={"dtype": "bfloat16"}),
         "float16": dict(prompts=PROMPTS, new=1, options={"dtype": "float16"}),
         "dummy": dict(prompts=LONGER, options={"load_format": "dummy"}),
+    }
+    jobs |= {
+        f"{family}, {profile}": dict(
+            folder=str(write_family(folder.with_name(f"{family} {profile}"), family)),
+            prompts=PROMPTS[:4],
+            options=OFF if profile == "off" else {},
+        )
+        for family, profiles in FAMILIES.items()
+        for profile in profiles
     }
     asked, answered = folder.with_name("jobs.json"), folder.with_name("results.json")
     asked.write_text(json.dumps({name: {"folder": toy} | job for name, job in jobs.items()}))
@@ -171,3 +245,20 @@ def test_dummy_weights_serve(results):
     got = answers(results, "dummy")
     assert all(len(tokens) == 12 for tokens in got["tokens"])
     assert all(torch.tensor(logprobs).isfinite().all() for logprobs in got["logprobs"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_architectures_equal_transformers(folder, results, family):
+    """Biases (Qwen2), norms of queries and keys (Qwen3, Gemma 3), sliding windows (Mistral, Gemma 3), linears that are stored
+    fused (Phi-3). Without grading every token is compared, with it the first: random models part at the first moved code."""
+    for profile in FAMILIES[family]:
+        own = folder.with_name(f"{family} {profile}")
+        model = load_dense(own) if profile == "off" else reference_model(own, "4.0")
+        got = answers(results, f"{family}, {profile}")
+        for prompt, tokens, logprobs in zip(PROMPTS, got["tokens"], got["logprobs"], strict=False):
+            want, want_logprobs = greedy(model, prompt)
+            if profile == "off":
+                assert tokens == want
+            compared = len(want) if profile == "off" else 1
+            difference = (torch.tensor(logprobs[:compared]) - torch.tensor(want_logprobs[:compared])).abs().max()
+            assert difference <= LOGPROB_BOUNDS["static" if profile == "off" else "graded"][1], (profile, len(prompt))
