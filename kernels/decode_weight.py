@@ -95,7 +95,7 @@ def prepare(w: PackedWeight, transforms: Tensor) -> DecodeWeight:
     start = dense_units + (TILE * count.sum(0)).view(-1).cumsum(0).view(blocks, k_tiles) - TILE * count.sum(0)
     masks = (has[0] << place).sum(-1) | (has[1] << place + 8).sum(-1) | ((bits // 2 - 1) << 2 * place + 16).sum(-1)
     _order_extension(codes, w, has, count, start)
-    factor = torch.zeros(k_tiles, blocks * BLOCK_TILES, device=bits.device)
+    factor = torch.zeros(k_tiles, blocks * BLOCK_TILES, dtype=torch.float32, device=bits.device)
     factor[:, : n // TILE] = w.tile_scale.T * torch.exp2(w.tile_bits.T.float() - 9)
     transform, table = _transforms(w.output_transform, transforms)
     return DecodeWeight(

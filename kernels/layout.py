@@ -293,7 +293,7 @@ def rotate_inputs(x: Tensor, table: Tensor) -> Tensor:
     """
     code = table.long()
     left, right = 1 - (code >> 6 & 1) * 2, 1 - (code >> 7 & 1) * 2
-    v = torch.empty(x.shape[0], x.shape[1] // TILE, TILE, device=x.device)
+    v = torch.empty(x.shape[0], x.shape[1] // TILE, TILE, dtype=torch.float32, device=x.device)
     v[..., code & 63] = x.float().view(v.shape) * left
     shape = v.shape
     distance = 1

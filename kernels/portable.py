@@ -92,11 +92,11 @@ def graded_linear(x: Tensor, w: PortableWeight, bias: Tensor | None, thresholds:
         q, scale = activation_int8_ref(x)
         a = q.float()
     else:
-        a, scale = x.float(), torch.ones(x.shape[0], k // TILE, device=x.device)
+        a, scale = x.float(), torch.ones(x.shape[0], k // TILE, dtype=torch.float32, device=x.device)
     a = a.where(levels > 0, 0.0).view(x.shape[0], k // TILE, 1, TILE)
     # [M, K/64, 64, N/64]: min(level, B) leading bits of a channel in a tile, as a mask and as the doubled constant
     bits = w.tile_bits.T[:, None, :]
-    y = torch.empty(x.shape[0], n, device=x.device)
+    y = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
     for m in range(x.shape[0]):
         kept = torch.minimum(bits, levels[m].view(k // TILE, TILE, 1)).to(torch.int16)
         mask = (0xFF00 >> kept & 0xFF).to(torch.uint8)

@@ -79,7 +79,8 @@ def prepare(w: PackedWeight, decode: DecodeWeight, *, smoothing: Tensor | None =
     per_tile = rotation.float()[index.long()].mT.contiguous()  # [N/64, n, n']
     codes = aligned_codes(w).view(k, -1, TILE)
     unit = (w.tile_scale * torch.exp2(w.tile_bits.float() - 8) / 8).T.contiguous()  # [K/64, N/64]
-    largest = torch.zeros(w.out_features, device=device)
+    # float32 said everywhere: vLLM sets the default dtype to the model's while it loads.
+    largest = torch.zeros(w.out_features, dtype=torch.float32, device=device)
     step = max(TILE, 2**24 // w.out_features // TILE * TILE)  # some 64 MiB of float32 at a time
     for k0 in range(0, k, step):
         part = codes[k0 : k0 + step].transpose(0, 1).float() - 128  # [N/64, inputs, 64]
@@ -87,8 +88,8 @@ def prepare(w: PackedWeight, decode: DecodeWeight, *, smoothing: Tensor | None =
         units = unit[k0 // TILE : (k0 + step) // TILE].repeat_interleave(TILE, 0)  # [inputs, N/64]
         units = units if smoothing is None else units * smoothing[k0 : k0 + step, None]
         largest = torch.maximum(largest, (sums.abs() * units.T[..., None]).amax(1).view(-1))
-    scale = largest.clamp_min(SMALLEST) / torch.full((), 127.0, device=device)
-    ones = torch.ones((), device=device)
+    scale = largest.clamp_min(SMALLEST) / torch.full((), 127.0, dtype=torch.float32, device=device)
+    ones = torch.ones((), dtype=torch.float32, device=device)
     extra = () if smoothing is None else (smoothing, ones / smoothing)
     return PrefillWeight(scale[:, None], (ones / scale)[:, None], rotation, index, *extra)
 
@@ -132,7 +133,7 @@ def compile_kernels(device: torch.device, dtype: torch.dtype, k: int, smooth: bo
         prefill_cuda.compile_kernels(device, dtype)
     x = torch.zeros(1, k, dtype=dtype, device=device)
     prefill_triton.quantize_groups(x)
-    prefill_triton.quantize_rows(x, torch.ones(k, device=device) if smooth else None)
+    prefill_triton.quantize_rows(x, torch.ones(k, dtype=torch.float32, device=device) if smooth else None)
 
 
 @functools.cache
@@ -153,27 +154,34 @@ def self_check(device: torch.device, path: str) -> str | None:
 
     These kernels are compiled on the user's machine for the user's driver, and a wrong one would only be seen as bad text.
     """
-    g = torch.Generator().manual_seed(0)
-    n, k, rows, split = 576, 192, (9, 40), 2
-    bits = torch.tensor([2, 4, 6, 8], dtype=torch.uint8)[torch.randint(4, (n // TILE, k // TILE), generator=g)]
-    codes = torch.randint(256, (n, k), dtype=torch.uint8, generator=g) >> (8 - expand_tiles(bits))
-    packed = pack(codes, bits, torch.rand(bits.shape, generator=g) + 0.5, torch.arange(n // TILE, dtype=torch.uint8) % 2)
-    transforms = transform_stack([Transform(kind="identity"), Transform(kind="randomized_hadamard", seed=1)])
-    matrices = transforms[packed.output_transform.long()]
-    w = decode_weight.prepare(packed, transforms).to(device)
+    with torch.device("cpu"):  # whatever the default device is while a server loads
+        packed, transforms, drawn = _checked_weight()
+        matrices = transforms[packed.output_transform.long()]
+        w, config = decode_weight.prepare(packed, transforms), PrefillConfig(2, 64)
+        wanted = [linear_ref(x, packed, matrices, int8=True) for x in drawn]
+        codes, _ = requantize_ref(packed, matrices)
+    w = w.to(device)
     p = prepare(to_device(packed, device), w)
-    config = PrefillConfig(split, max(rows))
-    for m in rows:
-        x = torch.randn(m, k, generator=g)
+    for x, y in zip(drawn, wanted, strict=True):
         got = prefill_linear(x.to(device), w, p, path=path, config=config).cpu().double()
-        wanted = linear_ref(x, packed, matrices, int8=True)
-        if not float((got - wanted).norm() / wanted.norm()) < 2.0**-19:
-            return f"the short kernel gives wrong results at {m} rows"
-    out = torch.empty(n, k, dtype=torch.int8, device=device)
+        if not float((got - y).norm() / y.norm()) < 2.0**-19:
+            return f"the short kernel gives wrong results at {x.shape[0]} rows"
+    out = torch.empty(codes.shape, dtype=torch.int8, device=device)
     _expand(w, p, out, path, config)
-    if not torch.equal(out.cpu(), requantize_ref(packed, matrices)[0]):
+    if not torch.equal(out.cpu(), codes):
         return "the expansion gives wrong codes"
     return None
+
+
+def _checked_weight() -> tuple[PackedWeight, Tensor, list[Tensor]]:
+    """A weight with tiles of every width, rotated and not; transforms; rows of two sizes."""
+    g = torch.Generator().manual_seed(0)
+    bits = torch.tensor([2, 4, 6, 8], dtype=torch.uint8)[torch.randint(4, (9, 3), generator=g)]
+    codes = torch.randint(256, (9 * TILE, 3 * TILE), dtype=torch.uint8, generator=g) >> (8 - expand_tiles(bits))
+    scale = torch.rand(bits.shape, dtype=torch.float32, generator=g) + 0.5
+    packed = pack(codes, bits, scale, torch.arange(9, dtype=torch.uint8) % 2)
+    transforms = transform_stack([Transform(kind="identity"), Transform(kind="randomized_hadamard", seed=1)])
+    return packed, transforms, [torch.randn(m, 3 * TILE, dtype=torch.float32, generator=g) for m in (9, 40)]
 
 
 def takes_short(rows: int, config: PrefillConfig, activation: str) -> bool:

@@ -24,7 +24,7 @@ interpreted = pytest.mark.skipif(
 
 
 def draw_smoothing(k):
-    return torch.exp(torch.randn(k, generator=torch.Generator().manual_seed(5)) * 0.7)
+    return torch.exp(torch.randn(k, dtype=torch.float32, generator=torch.Generator().manual_seed(5)) * 0.7)
 
 
 def served(case, device, smooth):
@@ -129,6 +129,29 @@ def test_the_check_at_load_sees_a_wrong_kernel(monkeypatch):
 
             patch.setattr(prefill_triton, name, wrong)
             assert fault in prefill_int8.self_check(device, "triton")
+
+
+def test_a_server_s_default_dtype_changes_nothing():
+    """vLLM sets the default dtype to the model's while it loads weights."""
+    case = make_case(192, 128)
+    want = served(case, "cpu", True)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = served(case, "cpu", True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got[1].factor.dtype == torch.float32 and torch.equal(got[1].factor, want[1].factor)
+    for a, b in zip(got[2].tensors(), want[2].tensors(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@interpreted
+def test_the_check_at_load_runs_while_a_server_loads():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert prefill_int8.self_check(torch.device("cpu"), "triton") is None
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.gpu
