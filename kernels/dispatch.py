@@ -65,7 +65,9 @@ def prepare(
     prefill_int8.compile_kernels(device, dtype, k, smoothing is not None)
     prefill_int8.reserve(device, n, k)
     graded = decode_bitplane.prepare(w, transforms)
-    return LinearWeight(prefill_int8.prepare(w, graded, smoothing=smoothing), graded, w.input_rotation)
+    static = prefill_int8.prepare(w, graded, smoothing=smoothing)
+    prefill_int8.warm(graded, static, dtype)
+    return LinearWeight(static, graded, w.input_rotation)
 
 
 def rotate(rows: Tensor, table: Tensor) -> Tensor:

@@ -131,9 +131,21 @@ def compile_kernels(device: torch.device, dtype: torch.dtype, k: int, smooth: bo
 
     if device_path(device) == "cuda":
         prefill_cuda.compile_kernels(device, dtype)
-    x = torch.zeros(1, k, dtype=dtype, device=device)
+    unsmoothing = torch.ones(k, dtype=torch.float32, device=device) if smooth else None
+    for rows in (1, prefill_triton.MANY_ROWS + 1):
+        x = torch.zeros(rows, k, dtype=dtype, device=device)
+        prefill_triton.quantize_rows(x, unsmoothing)
     prefill_triton.quantize_groups(x)
-    prefill_triton.quantize_rows(x, torch.ones(k, dtype=torch.float32, device=device) if smooth else None)
+
+
+def warm(w: DecodeWeight, p: PrefillWeight, dtype: torch.dtype) -> None:
+    """Where Triton serves, compile what calls over this weight would at their first time, by making them."""
+    if device_path(w.device) == "cuda":
+        return
+    for rows in (1, prefill_config(w.out_features, w.in_features, w.device).short_rows + 1):
+        x = torch.zeros(rows, w.in_features, dtype=dtype, device=w.device)
+        for bias in (None, torch.zeros(w.out_features, dtype=dtype, device=w.device)):
+            prefill_linear(x, w, p, bias)
 
 
 @functools.cache

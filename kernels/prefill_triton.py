@@ -17,6 +17,8 @@ from vllm_tilequant.schema import TILE
 
 #: `quantize_groups` pads the rows of its scales to a multiple of this, so that a block of rows reads aligned vectors.
 ROW_PAD = 64
+#: Rows beyond which `quantize_rows` takes several to a block.
+MANY_ROWS = 1024
 #: Input tiles of one program of `quantize_groups`.
 GROUPS = 8
 _SMALLEST = tl.constexpr(SMALLEST)
@@ -47,7 +49,7 @@ def quantize_rows(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor
 
 def row_blocks(m: int) -> tuple[int, int, int]:
     """Rows and inputs of a block of `quantize_rows`, and warps: more rows share what is read of the smoothing."""
-    return (1, 4096, 8) if m <= 1024 else (4, 1024, 8)
+    return (1, 4096, 8) if m <= MANY_ROWS else (4, 1024, 8)
 
 
 def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor) -> None:

@@ -96,6 +96,29 @@ def test_rows_are_quantised_as_the_references_say():
 
 
 @interpreted
+def test_many_rows_are_quantised_alike():
+    from vllm_tilequant.kernels import prefill_triton
+
+    x = make_rows(prefill_triton.MANY_ROWS + 3, 64, torch.bfloat16)
+    q, scale = prefill_triton.quantize_rows(x, None)
+    wanted, unit = reference.activation_token_ref(x)
+    assert torch.equal(q, wanted) and torch.equal(scale[:, 0], unit)
+
+
+@interpreted
+def test_warming_calls_every_form():
+    from vllm_tilequant.kernels import prefill_triton
+
+    _, w, p = served(make_case(64, 64), "cpu", False)
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("short", "expand", "gemm"):
+            patch.setattr(prefill_triton, name, lambda *args, name=name: called.append(name))
+        prefill_int8.warm(w, p, torch.bfloat16)
+    assert called == ["short", "short", "expand", "gemm", "expand", "gemm"]
+
+
+@interpreted
 def test_a_nan_stays_in_its_row_on_the_interpreter():
     nan_stays_in_its_row("cpu", "triton")
 
