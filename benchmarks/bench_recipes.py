@@ -58,8 +58,8 @@ def calibrate(source: Path, out: Path, settings: Settings, windows: torch.Tensor
         tensors |= {n: t for n, t in load_file(file).items() if n.removesuffix(".weight") not in linears}
     for group in result.groups:
         for name in group.members:
-            stored = layout.to_tensors(result.weights[name], result.thresholds[group.name].clone())
-            tensors |= {f"{name}.{suffix}": t.contiguous() for suffix, t in stored.items()}
+            stored = layout.to_tensors(result.weights[name], result.thresholds[group.name], result.smoothing.get(group.name))
+            tensors |= {f"{name}.{suffix}": t.clone() for suffix, t in stored.items()}
     write(source, out, tensors, schema)
     return result.report
 
