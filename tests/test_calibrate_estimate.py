@@ -125,7 +125,7 @@ def test_larger_work_needs_more(model):
         return e.estimate(skeleton, linears, settings or Settings(), rates=rates, **shape)
 
     base = need()
-    assert need(length=4096).peak[1] > 2 * base.peak[1] and need(length=4096).peak[0] == "scores"
+    assert need(length=4096).peak[1] > 1.5 * base.peak[1] and need(length=4096).memory["scores"] > 1.5 * base.memory["scores"]
     assert need(records=64).seconds["codes"] > 4 * base.seconds["codes"] and need(records=64).memory != base.memory
     rtn, joint = need(Settings(codes="rtn")), need(Settings(scores="joint"))
     assert rtn.seconds["codes"] < base.seconds["codes"] < joint.seconds["scores"] + base.seconds["codes"]
