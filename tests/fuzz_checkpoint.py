@@ -54,9 +54,9 @@ class Hang(BaseException):
 
 
 def make_bases(root: Path) -> list[Path]:
-    """A Llama with one file, a Qwen2 with biases, and a Llama in two files with an index."""
+    """A Llama in one file; a Qwen2 with biases, rotated inputs and a quantized head; a Llama in two files with an index."""
     llama = write_toy(root / "llama", kind="mixed2468", **SHAPE)
-    qwen = write_toy(root / "qwen", kind="mixed48", bias=True, rotated=ROTATED, **SHAPE)
+    qwen = write_toy(root / "qwen", kind="mixed48", bias=True, rotated=ROTATED, head=True, **SHAPE | {"vocab": 64})
     sharded = write_toy(root / "sharded", kind="mixed48", seed=1, **SHAPE)
     tensors = load_file(sharded / WEIGHTS)
     names = sorted(tensors)

@@ -7,6 +7,8 @@ import struct
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from toy import write_toy
@@ -206,6 +208,45 @@ def test_values_are_judged_wherever_a_module_is_read(folder):
         checkpoint.module(Q)
     with pytest.raises(CheckpointError, match="model.norm.weight is not finite"):
         checkpoint.dense("model.norm.weight")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def places(data, at=()):
+    """Every path into a JSON value, containers included."""
+    for key in data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
+        yield (*at, key)
+        yield from places(data[key], (*at, key))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="compares logits of a transformers model")
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(header=st.booleans(), place=st.integers(0, 10**6), value=JSON)
+def test_any_json_anywhere_is_refused_or_read_as_it_says(tmp_path_factory, header, place, value):
+    """One value of config.json or of the safetensors header (its metadata too) replaced by whatever hypothesis thinks of."""
+    import fuzz_checkpoint
+
+    folder = write_toy(tmp_path_factory.mktemp("any") / "toy", kind="mixed48", **fuzz_checkpoint.SHAPE)
+    raw, data = (folder / WEIGHTS).read_bytes(), b""
+    length = struct.unpack("<Q", raw[:8])[0]
+    text, data = (raw[8 : 8 + length], raw[8 + length :]) if header else ((folder / "config.json").read_bytes(), b"")
+    changed = json.loads(text)
+    *path, last = (every := list(places(changed)))[place % len(every)]
+    inner = changed
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    new = json.dumps(changed).encode()
+    if header:
+        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(new)) + new + data)
+    else:
+        (folder / "config.json").write_bytes(new)
+    assert fuzz_checkpoint.judge(folder, place) in ("refused", "equal")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="compares logits of a transformers model")
