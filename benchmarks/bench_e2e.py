@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import report
 import synthetic
 import torch
-from bench_parallel import environment, loaded_bits
+from bench_parallel import engine_run, loaded_bits
 from legal_sizes import Shape
 
 from vllm_tilequant.schema import LEVELS, QUANT_METHOD
@@ -164,14 +163,7 @@ def run_engine(options: dict[str, Any], output: Path) -> None:
 
 
 def engine(args: argparse.Namespace, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """`run_engine` in a process of its own. Raises `OSError` that names the log where it failed."""
-    output, log = args.folder / f"{name}.json", args.folder / f"{name}.log"
-    command = [sys.executable, __file__, "--folder", str(args.folder), "--engine", json.dumps(options), "--output", str(output)]
-    with log.open("w") as out:
-        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment()).returncode
-    if code or not output.exists():
-        raise OSError(f"engine {name} ended with {code}; see {log}")
-    return json.loads(output.read_text())
+    return engine_run(args, name, __file__, **options)
 
 
 def measure(args: argparse.Namespace, method: str, device: str) -> list[dict[str, Any]]:

@@ -92,10 +92,10 @@ def run_engine(args: argparse.Namespace) -> None:
     args.output.write_text(json.dumps({"tokens": tokens, "levels": levels}))
 
 
-def engine_run(args: argparse.Namespace, name: str, **options: Any) -> dict[str, Any]:
-    """`run_engine` in a process of its own, which takes its workers with it."""
+def engine_run(args: argparse.Namespace, name: str, script: str = __file__, **options: Any) -> dict[str, Any]:
+    """A script's `run_engine` in a process of its own, which takes its workers with it. Raises `OSError` that names the log."""
     output, log = args.folder / f"{name}.json", args.folder / f"{name}.log"
-    command = [sys.executable, __file__, "--folder", str(args.folder), "--engine", json.dumps(options), "--output", str(output)]
+    command = [sys.executable, script, "--folder", str(args.folder), "--engine", json.dumps(options), "--output", str(output)]
     with log.open("w") as out:
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment()).returncode
     if code or not output.exists():
