@@ -35,9 +35,10 @@ test: lint typecheck env-serve ## lint, types, then the tests of both environmen
 	@# Triton comes with vLLM; its interpreter runs the kernels' own source at tiny shapes.
 	TRITON_INTERPRET=1 $(SERVE)/python -m pytest tests/test_activation_int8.py tests/test_decode_bitplane.py tests/test_prefill_int8.py tests/test_rotation.py $(PYTEST_ARGS)
 
-lint: env-calibrate ## ruff, no changes
+lint: env-calibrate ## ruff and marks of unfinished merges, no changes
 	$(CALIBRATE)/ruff check .
 	$(CALIBRATE)/ruff format --check .
+	@! git grep -nE '^(<<<<<<<|>>>>>>>) ' || { echo 'marks of an unfinished merge'; exit 1; }
 
 format: env-calibrate ## ruff, with changes
 	$(CALIBRATE)/ruff check --fix .
