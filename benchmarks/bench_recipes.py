@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--text", required=True, type=Path, help="UTF-8 text to judge on")
     parser.add_argument("--also", type=Path, help="another text, or JSONL with question and answer, judged beside it")
     parser.add_argument("--recipe", required=True, action="append", type=Path)
-    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--also-tokens", type=int, default=8192)
