@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from vllm_tilequant.calibrate.placing import device_of
 from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.schema import Transform
@@ -44,7 +45,10 @@ class Basis:
 
     def outputs(self, name: str) -> Tensor:
         """U of every output tile of a linear: [N/64, 64, 64] float32 on its device."""
-        return self.matrices[self.output_index[name].long()].to(self.linears[name].weight.device).float()
+        index, device = self.output_index[name].long(), device_of(self.linears[name])
+        if len(self.output_transforms) == 1:  # one matrix for all, in memory too
+            return self.matrices[0].to(device).float().expand(len(index), -1, -1)
+        return self.matrices[index].to(device).float()
 
     def input_rotation(self, name: str) -> Tensor | None:
         """[64] uint8 of `layout.rotation_table`, None where a linear's inputs are taken as they come."""

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_tilequant.calibrate.placing import input_device
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -89,7 +91,7 @@ def find_groups(model: PreTrainedModel, linears: dict[str, nn.Linear], batch: Ba
 
         return hook
 
-    device = next(model.parameters()).device
+    device = input_device(model)
     short = {k: v[:1, :8] for k, v in model_inputs(batch, device).items()}
     with hooked(m.register_forward_pre_hook(note(n)) for n, m in linears.items()):
         run_model(model, linears.values(), short)
@@ -110,19 +112,20 @@ def watch_inputs(
     use: Callable[[str, Tensor], None],
 ) -> None:
     """Run the model and hand `use` the input rows of each watched linear: (name, [M, K]), padding left out."""
-    device = next(model.parameters()).device
+    device = input_device(model)
     mask: Tensor | None = None
 
     def note(name: str) -> Callable:
         def hook(module: nn.Module, args: tuple) -> None:
             rows = args[0].reshape(-1, args[0].shape[-1])
-            use(name, rows if mask is None or bool(mask.all()) else rows[mask])
+            use(name, rows if mask is None else rows[mask.to(rows.device)])
 
         return hook
 
     with hooked(m.register_forward_pre_hook(note(n)) for n, m in modules.items()):
         for batch in batches:
-            mask = token_mask(batch).flatten().to(device)
+            valid = token_mask(batch).flatten()
+            mask = None if bool(valid.all()) else valid.to(device)
             run_model(model, modules.values(), model_inputs(batch, device))
 
 
@@ -170,7 +173,7 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
     Raises `ValueError` when it is not finite.
     """
-    loss = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="sum")
+    loss = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten().to(logits.device), reduction="sum")
     if not bool(loss.isfinite()):
         raise ValueError("the calibration loss is not finite: check the model's dtype and the text")
     return loss
@@ -188,16 +191,16 @@ def watch_gradients(
     Padding is neither target nor row. layers: the decoder layers, in order: only one's activations are then held at a time, and
     each runs twice. Where they do not feed one another directly, the whole graph is held.
     """
-    device = next(model.parameters()).device
+    device = input_device(model)
     mask: Tensor | None = None
 
     def rows(name: str, x: Tensor, gradient: Tensor) -> None:
-        use(name, x[mask], gradient[mask])
+        use(name, *((x, gradient) if mask is None else (x[mask.to(x.device)], gradient[mask.to(x.device)])))
 
     with observing_gradients(model, modules, rows):
         for batch in batches:
             valid = token_mask(batch).to(device)
-            mask = valid.flatten()
+            mask = None if bool(valid.all()) else valid.flatten()
             inputs = model_inputs(batch, device)
             labels = inputs["input_ids"].masked_fill(~valid, -100)
             calls = _layer_calls(model, layers, inputs)

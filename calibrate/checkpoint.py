@@ -115,8 +115,8 @@ def write_dense_back(linears: dict[str, nn.Linear], result: Result) -> None:
     transforms = layout.transform_stack(result.transforms)
     for name, linear in linears.items():
         weight = linear.weight
-        dense = dequantize(result.weights[name], transforms, weight.dtype)
-        update_offload_parameter(linear, "weight", dense.to(weight.device))
+        dense = dequantize(layout.to_device(result.weights[name], weight.device), transforms, weight.dtype)
+        update_offload_parameter(linear, "weight", dense)
 
 
 def _replace(module: nn.Module, tensors: dict[str, Tensor]) -> None:

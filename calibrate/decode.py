@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_tilequant.calibrate.capture import Batch, hooked, observing_gradients, records, token_loss
+from vllm_tilequant.calibrate.placing import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,7 +86,7 @@ def watch_decode(
     at stored precision, which is close to them), all later tokens with `product`; the keys and values of earlier steps are
     constants. Records are taken out of their batch without padding. Returns how many steps were scored.
     """
-    device = next(model.parameters()).device
+    device = input_device(model)
     steps = 0
     with observing_gradients(model, modules, use):
         for batch in batches:

@@ -19,6 +19,7 @@ from vllm_tilequant.calibrate.allocation import NARROW, allocate, narrow_tiles, 
 from vllm_tilequant.calibrate.basis import Basis
 from vllm_tilequant.calibrate.capture import Batch, Group, find_groups, token_mask, watch_inputs
 from vllm_tilequant.calibrate.moments import Moments
+from vllm_tilequant.calibrate.placing import Held, device_of
 from vllm_tilequant.calibrate.progress import Progress
 from vllm_tilequant.calibrate.scales import FORMS, InputStatistics, ScaleSearch
 from vllm_tilequant.calibrate.search import graded_candidates, search_thresholds
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 #: Average of loaded bits under which the decode phase is scored, before any profile is known.
 _PROVISIONAL_BITS = 3.0
+#: Per logit of a pass with its gradient: the model's dtype and float32, twice each, and what a softmax holds.
+_LOGIT_BYTES = 16
 
 
 #: What a step leaves for the later ones, and so what a resumed run reads instead of doing the step again. Codes are kept by
@@ -167,13 +170,14 @@ class Calibration:
         kind = self.settings.scores
         batches = self.batches[: self.settings.score_samples]
         matrices = {n: self.basis.outputs(n) for n in self.linears}
-        self.deltas = {n: self._delta(n) for n in self.linears if n != self.head}
+        self.deltas = self._deltas(batches)
         prefill, self.output_weight = sensitivity.prefill_scores(
             self.model, self.linears, self._progress(batches, "prefill scores"), matrices, self.deltas, self.basis.inputs,
             [block.module for block in find_blocks(self.model, self.groups)[0]],
         )  # fmt: skip
         if self.settings.max_bits == NARROW:  # nothing to choose, and W4 - wide is zero
             self.tile_bits = self._wide_map()
+            del self.deltas
             return
         phases: dict[str, sensitivity.Scores] = {}
         if kind == "random":
@@ -184,18 +188,20 @@ class Calibration:
             phases["prefill"] = prefill
         if kind in ("decode", "joint"):
             phases["decode"] = self._decode_scores(batches)
-        self.deltas.clear()
+        del self.deltas
         scores = sensitivity.combine(phases.values())
         self.tile_bits = self._wide_map() | allocate(pool(scores, self.settings.map_unit), self.narrow, self.settings.max_bits)
         self.report["score_mass"] = {n: float(s.sum()) for n, s in scores.items()}
 
     def _decode_scores(self, batches: list[Batch]) -> sensitivity.Scores:
         wide = self._wide_map()
-        weights: dict[str, PortableWeight] = {}
+        sizes = {n: m.out_features * m.in_features for n, m in self.linears.items()}
+        weights: Held[PortableWeight] = Held(self.linears, sizes, spare=20 * self._largest_group)
         statistics: dict[str, GroupStatistics] = {}
         for group in self._progress(self.groups, "provisional thresholds"):
             statistics[group.name], rounded = self._round_to_nearest(group, wide)
-            weights |= rounded
+            for name, weight in rounded.items():
+                weights.put(name, weight)
         thresholds = self._thresholds_by_linear(optimal_thresholds(statistics, _PROVISIONAL_BITS))
         return sensitivity.decode_scores(
             self.model, self.linears, self._progress(batches, "decode scores"), self.deltas, weights, thresholds,
@@ -244,7 +250,7 @@ class Calibration:
             for block in blocks:
                 self._make_block(streams, block, names, todo, thresholds)
         for group in todo:
-            moments = Moments.empty(self._in_features(group), self.linears[group.name].weight.device)
+            moments = Moments.empty(self._in_features(group), device_of(self.linears[group.name]))
 
             def use(name: str, x: Tensor, group: Group = group, moments: Moments = moments) -> None:
                 seen = self.basis.inputs(group.name, x)
@@ -260,7 +266,7 @@ class Calibration:
         for group in block.groups:
             if group.name in names:
                 next(todo)
-                moments = Moments.empty(self._in_features(group), self.linears[group.name].weight.device)
+                moments = Moments.empty(self._in_features(group), device_of(self.linears[group.name]))
                 for x, received, lacking in streams.rows(group, block):
                     source = self.basis.inputs(group.name, x)
                     z = source if received is x else self.basis.inputs(group.name, received)
@@ -281,12 +287,12 @@ class Calibration:
         return self._thresholds_by_linear(optimal_thresholds(statistics, self.settings.propagation_bits))
 
     def _thresholds_by_linear(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {n: found[g.name].to(self.linears[n].weight.device) for g in self.groups for n in g.members}
+        return {n: found[g.name].to(device_of(self.linears[n])) for g in self.groups for n in g.members}
 
     def _product(self, name: str, thresholds: dict[str, Tensor] | None) -> Callable[[Tensor], Tensor]:
         """What a finished linear computes in the stream of the quantized model: [M, K] -> [M, N], as it will be served."""
         linear = self.linears[name]
-        packed = layout.to_device(replace(self.weights[name], input_rotation=None), linear.weight.device)
+        packed = layout.to_device(replace(self.weights[name], input_rotation=None), device_of(linear))
         if thresholds is None:
             dense = dequantize(packed, self.basis.matrices, linear.weight.dtype)
             return lambda x: static_linear(self.basis.inputs(name, x).to(x.dtype), dense, linear.bias, activation="group64")
@@ -307,12 +313,12 @@ class Calibration:
             q = quantize.gptq(target, scale, bits, moments.hessian, self.settings.damping, self.columns)
         self.statistics[group.name] = self._group_statistics(group, w, q, scale, bits)
         index = torch.cat([self.output_index[n] for n in group.members]).to(w.device)
-        packed = layout.to_device(layout.pack(quantize.to_unsigned(q, bits), bits, scale.float(), index), "cpu")
+        packed = layout.pack(quantize.to_unsigned(q, bits), bits, scale.float(), index)
         packed = replace(packed, input_rotation=self.basis.input_rotation(group.name))
         start = 0
         for name in group.members:
             end = start + self.linears[name].out_features
-            self.weights[name] = layout.slice_weight(packed, (start, end), (0, packed.in_features))
+            self.weights[name] = layout.to_device(layout.slice_weight(packed, (start, end), (0, packed.in_features)), "cpu")
             start = end
         self._keep_group(group)
 
@@ -371,6 +377,22 @@ class Calibration:
             w.numel(),
         )
 
+    def _deltas(self, batches: list[Batch]) -> Held[Tensor]:
+        """W4 - wide of all linears but the head. A GPU keeps them beside the model where it has the room."""
+        names = [n for n in self.linears if n != self.head]
+        sizes = {n: 2 * self.linears[n].out_features * self.linears[n].in_features for n in names}
+        vocabulary = self.model.config.get_text_config().vocab_size
+        logits = max((b["input_ids"].numel() for b in batches), default=0) * vocabulary * _LOGIT_BYTES
+        deltas: Held[Tensor] = Held(self.linears, sizes, spare=logits + 20 * self._largest_group)
+        for name in names:
+            deltas.put(name, self._delta(name))
+        return deltas
+
+    @property
+    def _largest_group(self) -> int:
+        """Weights of the group that has most."""
+        return max(sum(self.linears[n].out_features for n in g.members) * self._in_features(g) for g in self.groups)
+
     @torch.no_grad()
     def _delta(self, name: str) -> Tensor:
         """W4 - wide of a linear, needed once per record: 2 bytes a weight cost less than rounding anew every time."""
@@ -416,6 +438,8 @@ class Calibration:
             return
         with self.progress.phase(name):
             work()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # the next step's tensors have other sizes
         if self.work:
             kept = {a: getattr(self, a) for a in _KEPT[name]}
             self.work.save(name, {"kept": kept, "report": self.report, "seconds": self.progress.seconds[name]})

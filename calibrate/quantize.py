@@ -98,7 +98,7 @@ def round_to_nearest(weight: Tensor, scale: Tensor, tile_bits: Tensor) -> Tensor
     """Signed codes q = clip(RNE(w / s)) under a map. weight: [N, K]; scale, tile_bits: [N/64, K/64] -> [N, K] float32."""
     half = _broadcast(torch.exp2(tile_bits.float() - 1))
     q = (_tiles(weight) / _broadcast(scale)).round_()
-    return torch.minimum(torch.maximum(q, -half), half - 1).view(weight.shape)
+    return q.clamp_(-half, half - 1).view(weight.shape)
 
 
 def read_uniform(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -125,21 +125,26 @@ class Columns:
             return self._walk(block, u, scale, high)
         key = (block.shape[0], block.device)
         if key not in self._graphs:
-            held = [t.clone() for t in (block, u, scale, high)]
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._walk(held[0].clone(), *held[1:])
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                held += self._walk(*held)
-            self._graphs[key] = graph, held
+            with torch.cuda.device(block.device):
+                self._graphs[key] = self._captured(block, u, scale, high)
         graph, held = self._graphs[key]
         for place, value in zip(held, (block, u, scale, high), strict=False):
             place.copy_(value)
         graph.replay()
         return held[4], held[5]
+
+    def _captured(self, *inputs: Tensor) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+        """The graph of a block on the current device, and its tensors: inputs, then codes and errors."""
+        held = [t.clone() for t in inputs]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._walk(held[0].clone(), *held[1:])
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            held += self._walk(*held)
+        return graph, held
 
     @staticmethod
     def _walk(block: Tensor, u: Tensor, scale: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +188,7 @@ def _inverse_cholesky(hessian: Tensor, damping: float) -> Tensor:
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
     """A Hessian that can be inverted, float64: a share of its mean added to the diagonal, ones for channels never used."""
-    h = hessian.double().clone()
+    h = hessian.to(torch.float64, copy=True)
     diagonal = h.diagonal()
     diagonal[diagonal == 0] = 1.0
     diagonal += damping * diagonal.mean()
@@ -193,8 +198,8 @@ def damped(hessian: Tensor, damping: float) -> Tensor:
 def read_at(q: Tensor, scale: Tensor, tile_bits: Tensor, level: int) -> Tensor:
     """The weight as a decode step reads it when every channel is at `level` > 0 bits. q: [N, K] signed codes -> [N, K]."""
     drop = _broadcast(torch.exp2(tile_bits.float() - tile_bits.float().clamp_max(level)))
-    t = (_tiles(q) / drop).floor() * drop + (drop - 1) / 2
-    return (t * _broadcast(scale)).view(q.shape)
+    t = (_tiles(q) / drop).floor_().mul_(drop).add_((drop - 1) / 2)  # one copy at a time: a group of an 8B model has 117 M
+    return t.mul_(_broadcast(scale)).view(q.shape)
 
 
 def output_tile_errors(weight: Tensor, scale: Tensor, bits: int, channel_weight: Tensor | None) -> Tensor:
@@ -216,7 +221,8 @@ def level_errors(weight: Tensor, q: Tensor, scale: Tensor, tile_bits: Tensor, ou
     out = []
     for level in LEVELS:
         e = weight if level == 0 else read_at(q, scale, tile_bits, level).sub_(weight)
-        out.append((e.square().mean(1).double() * f).sum())
+        squares = e.square() if level == 0 else e.square_()
+        out.append((squares.mean(1).double() * f).sum())
     return torch.stack(out)
 
 

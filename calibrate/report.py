@@ -36,8 +36,8 @@ def measured_bits(
         if (table := result.weights[name].input_rotation) is not None:
             x = layout.rotate_inputs(x, table.to(x.device))
         for i, thresholds in enumerate(result.thresholds[name]):
-            levels = levels_ref(x, thresholds.to(x.device)).cpu()
-            read[name][i] += layout.loaded_code_bits(levels, bits[name]).sum()
+            levels = levels_ref(x, thresholds.to(x.device))
+            read[name][i] += layout.loaded_code_bits(levels, bits[name].to(x.device)).sum().cpu()
 
     watch_inputs(model, {g.name: linears[g.name] for g in result.groups}, records, use)
     weights = {g.name: sum(linears[n].weight.numel() for n in g.members) for g in result.groups}

@@ -11,6 +11,7 @@ from vllm_tilequant.calibrate import quantize
 from vllm_tilequant.calibrate.allocation import NARROW
 from vllm_tilequant.calibrate.basis import Basis
 from vllm_tilequant.calibrate.capture import Group
+from vllm_tilequant.calibrate.placing import device_of
 from vllm_tilequant.calibrate.thresholds import GroupStatistics, Histogram, expected_error, optimal_thresholds_per_group
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.schema import PROFILE_FULL, PROFILE_OFF, TILE
@@ -95,7 +96,7 @@ class ScaleSearch:
         linear = self.basis.linears[name]
         index = torch.zeros(linear.out_features // TILE, dtype=torch.uint8)
         if len(self.basis.output_transforms) > 1:
-            h = self._channel_weight(name).to(linear.weight.device)
+            h = self._channel_weight(name).to(device_of(linear))
             errors = []
             for i in range(len(self.basis.output_transforms)):
                 self.basis.output_index[name] = torch.full_like(index, i)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vllm_tilequant.calibrate.capture import Batch, Group, records, token_loss
 from vllm_tilequant.calibrate.decode import replaced_products
+from vllm_tilequant.calibrate.placing import device_of, input_device, moved
 from vllm_tilequant.calibrate.sensitivity import Seen, as_they_are
 from vllm_tilequant.calibrate.thresholds import GroupStatistics, percentile_thresholds
 from vllm_tilequant.kernels.layout import restore_outputs
@@ -88,7 +89,7 @@ def perplexities(
     seen: Seen,
 ) -> list[float]:
     """Perplexity of the text under each candidate's thresholds, graded at every position. thresholds: module -> [C, 4]."""
-    device = next(model.parameters()).device
+    device = input_device(model)
     candidates = len(next(iter(thresholds.values())))
     vocabulary = model.get_output_embeddings().weight.shape[0]
     losses, predicted = torch.zeros(candidates, dtype=torch.float64), 0
@@ -140,10 +141,7 @@ def search_thresholds(
     made = {name: [percentile_thresholds(statistics, shares) for shares in tried[name]] for name in targets}
     every = [thresholds for name in targets for thresholds in made[name]]
     by_module = {member: torch.stack([t[g.name] for t in every]) for g in groups for member in g.members}
-    device_weights = {
-        n: PortableWeight(*(t.to(linears[n].weight.device) for t in (w.codes, w.tile_bits, w.tile_scale, w.matrices)))
-        for n, w in weights.items()
-    }
+    device_weights = {n: moved(w, device_of(linears[n])) for n, w in weights.items()}
     found = perplexities(model, linears, batches, device_weights, by_module, seen)
     chosen: dict[str, Thresholds] = {}
     report = {}

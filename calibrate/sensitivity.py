@@ -8,7 +8,7 @@ greatest of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,7 +65,7 @@ def prefill_scores(
     linears: dict[str, nn.Linear],
     batches: Iterable[Batch],
     matrices: dict[str, Tensor],
-    deltas: dict[str, Tensor],
+    deltas: Mapping[str, Tensor],
     seen: Seen = as_they_are,
     layers: Sequence[nn.Module] = (),
 ) -> tuple[Scores, dict[str, Tensor]]:
@@ -100,8 +100,8 @@ def decode_scores(
     model: PreTrainedModel,
     linears: dict[str, nn.Linear],
     batches: Iterable[Batch],
-    deltas: dict[str, Tensor],
-    weights: dict[str, PortableWeight],
+    deltas: Mapping[str, Tensor],
+    weights: Mapping[str, PortableWeight],
     thresholds: dict[str, Tensor],
     *,
     scored: int,
@@ -115,7 +115,8 @@ def decode_scores(
     scores = _no_scores(linears, deltas)
 
     def product(name: str, x: Tensor) -> Tensor:
-        return graded_linear(seen(name, x), weights[name], linears[name].bias, thresholds[name], activation="group64")
+        bias = linears[name].bias
+        return graded_linear(seen(name, x), weights[name], bias, thresholds[name], activation="group64", in_order=False)
 
     def use(name: str, x: Tensor, gradient: Tensor) -> None:
         with torch.no_grad():
@@ -128,7 +129,7 @@ def decode_scores(
     return scores
 
 
-def activation_scores(deltas: dict[str, Tensor], squares: Callable[[str], Tensor]) -> Scores:
+def activation_scores(deltas: Mapping[str, Tensor], squares: Callable[[str], Tensor]) -> Scores:
     """What a map without gradients knows: R_jk = sum over the tile of D^2 E[x^2].
 
     deltas: [N, K]; squares: module -> [K] E[x_i^2]
@@ -160,7 +161,7 @@ def combine(phases: Iterable[Scores]) -> Scores:
     return risk
 
 
-def _no_scores(linears: dict[str, nn.Linear], deltas: dict[str, Tensor]) -> Scores:
+def _no_scores(linears: dict[str, nn.Linear], deltas: Mapping[str, Tensor]) -> Scores:
     """Of the linears whose tiles are to be chosen: those with a delta."""
     return {
         n: torch.zeros(m.out_features // TILE, m.in_features // TILE, dtype=torch.float64)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_tilequant.calibrate.capture import Batch, Group, hooked, merged, model_inputs, replaced_forward, token_mask
+from vllm_tilequant.calibrate.placing import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,7 +65,7 @@ class Streams:
         self, model: PreTrainedModel, linears: dict[str, nn.Linear], blocks: list[Block], batches: list[Batch], follow: bool
     ):
         self.linears, self.blocks, self.follow = linears, blocks, follow
-        self.device = next(model.parameters()).device
+        self.device = input_device(model)
         batches = merged(batches, BATCH_TOKENS)
         self.masks = [token_mask(b).flatten().to(self.device) for b in batches]
         self.source: list[Tensor] = []
@@ -88,7 +89,7 @@ class Streams:
                 self.calls[name].append((args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"}))
                 if name == self.blocks[0].name:
                     self.source.append(hidden)
-                arrived[name] = hidden
+                arrived[name] = hidden[:1]
                 if name == last:
                     raise _Reached
 
@@ -98,8 +99,8 @@ class Streams:
             for i, batch in enumerate(batches):
                 with suppress(_Reached):
                     model.base_model(**model_inputs(batch, self.device), use_cache=False)
-                if i == 0:
-                    self._expected = dict(arrived)
+                if i == 0:  # a copy: of one record, where the view would keep all of the batch
+                    self._expected = {name: hidden.clone() for name, hidden in arrived.items()}
 
     @torch.no_grad()
     def enter(self, block: Block, keep: bool = True) -> None:
@@ -108,7 +109,7 @@ class Streams:
         Raises `ValueError` when the block does not receive what the one before it returned.
         """
         expected = self._expected.pop(block.name)
-        if not torch.equal(expected, self.source[0]):
+        if not torch.equal(expected, self.source[0][:1].to(expected.device)):
             raise ValueError(
                 f"{block.name} does not receive what the layer before it returns: its codes cannot be made layer by layer in "
                 "this architecture; use codes: rtn"
@@ -141,6 +142,7 @@ class Streams:
         """
         for i, mask in enumerate(self.masks):
             x = self._inputs[group.name][i]
+            mask = mask.to(x.device)
             source = x.reshape(-1, x.shape[-1])[mask]
             if not self.follow:
                 yield source, source, None
@@ -163,7 +165,7 @@ class Streams:
                 self._run(block, i, self.quantized[i])
             lacking = None
             if writes:
-                lacking = self.source[i].float() - self.quantized[i].float()
+                lacking = (self.source[i].float() - self.quantized[i].float()).to(x.device)
                 for name in before:  # all of them have run: blocks list their groups in model order
                     lacking += self._written[name][i].float() - seen[name].float()
                 lacking = lacking.reshape(-1, lacking.shape[-1])[mask]
@@ -192,7 +194,7 @@ class Streams:
     @staticmethod
     def _additive(before: Tensor, after: Tensor, written: list[Tensor]) -> bool:
         """Whether a block's output is its input plus what was written: not where norms or factors come in between."""
-        change = after.float() - before.float()
+        change = after.float() - before.to(after.device).float()
         error = (change - sum(w.float() for w in written)).abs()
         return float((error <= 0.05 * change.abs() + 2**-7 * after.float().abs()).float().mean()) >= _ADDITIVE_SHARE
 

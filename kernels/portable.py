@@ -80,11 +80,14 @@ def static_linear(x: Tensor, dense: Tensor, bias: Tensor | None, *, activation: 
     return F.linear(x, dense, bias)
 
 
-def graded_linear(x: Tensor, w: PortableWeight, bias: Tensor | None, thresholds: Tensor, *, activation: str) -> Tensor:
+def graded_linear(
+    x: Tensor, w: PortableWeight, bias: Tensor | None, thresholds: Tensor, *, activation: str, in_order: bool = True
+) -> Tensor:
     """Decode: every row reads each channel at its own level. x: [M, K] -> [M, N] in x's dtype.
 
     thresholds: [4] float32 ascending. activation: `group64` is the GPU's integer arithmetic; `none` keeps
-    the activations in float32 (for comparisons).
+    the activations in float32 (for comparisons). in_order: add tiles in ascending order, as is promised of what is served;
+    else in whichever order is fast.
     """
     k, n = w.codes.shape
     levels = levels_ref(x, thresholds)
@@ -106,8 +109,8 @@ def graded_linear(x: Tensor, w: PortableWeight, bias: Tensor | None, thresholds:
         sums = 2 * (a[m] @ tiles).view(k // TILE, -1, TILE) + (a[m] @ centre).view(k // TILE, -1, 1)  # exact integers
         factor = w.tile_scale.T * scale[m][:, None] * torch.exp2(bits[:, 0].float() - 9)  # 2^(B-8), and 1/2 for doubled
         terms = sums * factor[..., None]
-        acc = terms[0]
-        for t in range(1, k // TILE):  # a fixed order of float32 additions
+        acc = terms[0] if in_order else terms.sum(0)
+        for t in range(1, k // TILE if in_order else 0):  # a fixed order of float32 additions
             acc = acc + terms[t]
         y[m] = restore_outputs(acc.view(1, n), w.matrices)[0]
     if bias is not None:

@@ -1,0 +1,69 @@
+"""Where things lie: the device a module computes on, and what of a whole model's worth is held there or fetched when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T", bound=Any)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes. Of an offloaded one, the device that its weight is brought to, without bringing it."""
+    onload = getattr(module._parameters, "onload_device", None)  # compressed-tensors' OffloadCache
+    return next(module.parameters()).device if onload is None else torch.device(onload)
+
+
+def input_device(model: Any) -> torch.device:
+    """Where token ids go."""
+    return device_of(model.get_input_embeddings())
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A tensor, or a dataclass of tensors, on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return replace(value, **{f.name: getattr(value, f.name).to(device) for f in fields(value)})
+
+
+def room(device: torch.device) -> int:
+    """Bytes that this process may still allocate on a GPU; no bound elsewhere, where nothing is ever moved away."""
+    if device.type != "cuda":
+        return 1 << 62
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)  # not in every torch
+    return min(free + torch.cuda.memory_reserved(device) - allocated, int(limit * total) - allocated)
+
+
+class Held(Mapping[str, T]):
+    """One value for each of many linears, each kept on its linear's device where all of that device fit, else on the CPU.
+
+    bytes_each: of a linear's value; spare: bytes that must stay free on each device for the work itself
+    A value that is asked for always comes on its linear's device.
+    """
+
+    def __init__(self, linears: Mapping[str, nn.Linear], bytes_each: Mapping[str, int], spare: int):
+        self._values: dict[str, T] = {}
+        self._device = {name: device_of(linears[name]) for name in bytes_each}
+        need: dict[torch.device, int] = {}
+        for name, device in self._device.items():
+            need[device] = need.get(device, 0) + bytes_each[name]
+        self.away = {device for device, n in need.items() if n + spare > room(device)}
+
+    def put(self, name: str, value: T) -> None:
+        device = self._device[name]
+        self._values[name] = moved(value, torch.device("cpu") if device in self.away else device)
+
+    def __getitem__(self, name: str) -> T:
+        return moved(self._values[name], self._device[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
