@@ -3,9 +3,10 @@
     python benchmarks/bench_e2e.py --folder SCRATCH [--methods tilequant bf16 w4a16 w8a8] [--batch 1 8 16 32 64]
     python benchmarks/bench_e2e.py --folder SCRATCH --tiny --methods tilequant bf16     # anywhere, to try it
 
-Weights are random (`synthetic.py`), all settings equal, CUDA graphs on where the device has them. One engine serves every
-profile and batch of a method. The thresholds of a profile are scaled until the loaded bits, counted from the activations of
-decode steps in an eager engine of the same checkpoint, meet its name. A method that cannot run is named at the end, never
+Weights are random (`synthetic.py`), all settings equal, CUDA graphs on where the device has them, captured for the batches
+measured. One engine serves every profile and batch of a method. The thresholds of a profile are scaled until the loaded bits,
+counted in the same engine from the activations of decode steps outside of graphs, meet its name; `loaded_bits` of a batch is
+what its rows want together, and empty where they run at stored precision. A method that cannot run is named at the end, never
 estimated. Writes `benchmarks/results/e2e.<device>.json`. Runs in the serving environment.
 """
 
@@ -25,6 +26,8 @@ import torch
 from bench_parallel import engine_run, loaded_bits
 from legal_sizes import Shape
 
+from vllm_tilequant import ops
+from vllm_tilequant.kernels.dispatch import GRADED_ROWS
 from vllm_tilequant.schema import LEVELS, QUANT_METHOD
 
 BIG = (Shape("8B shape", 4096, 14336, 32, 8, 128), 32, 128256)
@@ -33,6 +36,9 @@ SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
 #: Prompts of the row for the first token, and of those for the others.
 LONG, PROMPT, OUTPUT = 6000, 128, 256
 NEAR_BITS = 0.1
+RECORDED_STEPS = 8
+#: 64 requests of the other rows take 3 GiB at the 8B shape.
+KV_BYTES = 8 * 2**30
 W8A8 = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
@@ -46,7 +52,7 @@ W8A8 = {
         }
     },
 }
-METHODS = ("tilequant", "bf16", "w4a16", "w8a8")
+METHODS = ("tilequant", "w4a16", "bf16", "w8a8")
 COLUMNS = {"method": "", "profile": "", "batch": "d", "prompt": "d", "ttft_ms": ".1f", "tpot_ms": ".3f", "loaded_bits": ".2f"}
 COLUMNS |= {"resident_bits": ".2f", "resident_gib": ".2f", "peak_gib": ".2f", "load_s": ".0f"}
 
@@ -55,50 +61,66 @@ class Probe:
     """Becomes part of vLLM's worker."""
 
     def tile_layers(self) -> list[Any]:
-        model = self.model_runner.model  # type: ignore[attr-defined]
-        return [m for m in model.modules() if hasattr(m, "active_thresholds")]
+        return [m for m in self.get_model().modules() if hasattr(m, "active_thresholds")]  # type: ignore[attr-defined]
 
     def use_profile(self, profile: str, factor: float) -> None:
         for layer in self.tile_layers():
             layer.quant_method.set_profile(layer, profile)
             layer.active_thresholds.mul_(factor)
 
-    def record(self) -> None:
-        """Keep the inputs of decode steps of one row, in an eager engine."""
-        self.rows: dict[int, list[torch.Tensor]] = {}
+    def record(self, rows: int) -> None:
+        """From now on keep, per call of a linear with so many rows, the largest |x| of every channel among them.
 
-        def before(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-            x = inputs[0].reshape(-1, inputs[0].shape[-1])
-            if x.shape[0] == 1:
-                self.rows.setdefault(id(layer), []).append(x.float().abs().cpu())
+        A replayed graph runs no Python, so that vLLM's choice of graphs is told that there are none, until `stop`. The model
+        stays compiled, and the products are the same.
+        """
+        self.recorded: dict[int, list[torch.Tensor]] = {}
+        self.product = ops.dispatch
 
-        self.hooks = [layer.register_forward_pre_hook(before) for layer in self.tile_layers()]
+        def product(x: torch.Tensor, w: Any, bias: Any, thresholds: torch.Tensor, **options: Any) -> torch.Tensor:
+            flat = x.reshape(-1, x.shape[-1])
+            if flat.shape[0] == rows:
+                self.recorded.setdefault(thresholds.data_ptr(), []).append(flat.float().abs().amax(0).cpu())
+            return self.product(x, w, bias, thresholds, **options)
+
+        ops.dispatch = product
+        self.replay(False)
 
     def counted(self, factors: list[float]) -> list[float]:
         """Loaded bits of what was recorded, were the thresholds multiplied by each of `factors`."""
+        layers = self.tile_layers()
+        if silent := sum(layer.active_thresholds.data_ptr() not in self.recorded for layer in layers):
+            raise RuntimeError(f"{silent} of {len(layers)} linears were never called with these rows outside of a graph")
         found = []
         for factor in factors:
             levels = [0.0] * len(LEVELS)
-            for layer in self.tile_layers():
+            for layer in layers:
                 outputs = sum(member.module.out_features for member in layer.quant_method.members)
-                level = torch.bucketize(torch.cat(self.rows[id(layer)]), layer.active_thresholds.cpu() * factor)
-                for i, n in enumerate(torch.bincount(level.flatten(), minlength=len(LEVELS)).tolist()):
+                size = torch.cat(self.recorded[layer.active_thresholds.data_ptr()])
+                level = torch.bucketize(size, layer.active_thresholds.cpu() * factor)
+                for i, n in enumerate(torch.bincount(level, minlength=len(LEVELS)).tolist()):
                     levels[i] += n * outputs
             found.append(loaded_bits(levels))
         return found
 
-    def stop(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        self.rows.clear()
+    def stop_recording(self) -> None:
+        ops.dispatch = self.product
+        self.recorded.clear()
+        self.replay(True)
+
+    def replay(self, on: bool) -> None:
+        """Whether captured graphs are used; the flags that vLLM's two model runners ask."""
+        for holder, flag in (("cudagraph_manager", "_graphs_captured"), ("cudagraph_dispatcher", "keys_initialized")):
+            if hasattr(found := getattr(self.model_runner, holder, None), flag):  # type: ignore[attr-defined]
+                setattr(found, flag, on)
 
     def sizes(self) -> dict[str, float]:
         """Bytes of all parameters and buffers, of those of decoder linears, and the most that was allocated."""
-        model = self.model_runner.model  # type: ignore[attr-defined]
+        model = self.get_model()  # type: ignore[attr-defined]
 
         def total(modules: Any) -> int:
-            tensors = {t.data_ptr(): t.nbytes for m in modules for t in (*m.parameters(), *m.buffers())}
-            return sum(tensors.values())
+            stores = (t.untyped_storage() for m in modules for t in (*m.parameters(), *m.buffers()))
+            return sum({s.data_ptr(): s.nbytes() for s in stores}.values())
 
         linears = [m for n, m in model.named_modules() if hasattr(m, "quant_method") and ".layers." in n and "_proj" in n]
         return {
@@ -122,81 +144,85 @@ def run_engine(options: dict[str, Any], output: Path) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         prompts = [{"prompt_token_ids": torch.randint(3, vocab, (prompt,), generator=g).tolist()} for _ in range(batch)]
         times = []
-        for _ in range(repeats + 1):  # the first warms up
+        for _ in range(repeats):
             began = time.perf_counter()
             llm.generate(prompts, sampling, use_tqdm=False)
             times.append(time.perf_counter() - began)
-        return median(times[1:])
+        return median(times)
+
+    def count(batch: int, factors: list[float]) -> float:
+        """Loaded bits of decode steps of `batch` requests; with `factors` [low, high], first search the one for the profile."""
+        llm.collective_rpc("record", args=(batch,))
+        seconds(batch, work["prompt"], RECORDED_STEPS + 1, 1)
+        while factors[1] / factors[0] > 1.001:  # loaded bits fall as the factor rises
+            middle = (factors[0] * factors[1]) ** 0.5
+            bits = llm.collective_rpc("counted", args=([middle],))[0][0]
+            factors[0 if bits > float(profile) else 1] = middle
+        bits = llm.collective_rpc("counted", args=([1.0],))[0][0]
+        llm.collective_rpc("stop_recording")
+        return bits
 
     rows: list[dict[str, Any]] = []
     for profile in work["profiles"]:
-        if work["count"]:
-            low, high = 0.25, 4.0  # loaded bits fall as the factor rises
-            llm.collective_rpc("use_profile", args=(profile, 1.0))
-            llm.collective_rpc("record")
-            seconds(1, work["prompt"], 9, 1)
-            for _ in range(16):
-                middle = (low * high) ** 0.5
-                bits = llm.collective_rpc("counted", args=([middle],))[0][0]
-                low, high = (middle, high) if bits > float(profile) else (low, middle)
-            llm.collective_rpc("stop")
-            llm.collective_rpc("use_profile", args=(profile, high))
-            llm.collective_rpc("record")
-            seconds(1, work["prompt"], 9, 1)
-            bits = llm.collective_rpc("counted", args=([1.0],))[0][0]
-            llm.collective_rpc("stop")
-            rows.append({"profile": profile, "factor": high, "loaded_bits": bits})
-            continue
+        bits = {}
         if profile is not None:
-            llm.collective_rpc("use_profile", args=(profile, work["factors"][profile]))
+            factor = 1.0
+            for _ in range(2):  # other thresholds give other activations
+                llm.collective_rpc("use_profile", args=(profile, factor))
+                count(1, found := [0.25, 4.0])
+                factor *= found[1]
+            llm.collective_rpc("use_profile", args=(profile, factor))
+            bits = {batch: count(batch, [1.0, 1.0]) for batch in work["batch"] if batch <= GRADED_ROWS}
+            bits[1] = bits.get(1) or count(1, [1.0, 1.0])
+        common = {"profile": profile, "prompt": work["prompt"], "output": work["output"]}
         for batch in work["batch"]:
+            seconds(batch, work["prompt"], 2, 1)  # warms up
             first = seconds(batch, work["prompt"], 1, work["repeats"])
             whole = seconds(batch, work["prompt"], work["output"] + 1, work["repeats"])
-            row = {"profile": profile, "batch": batch, "prompt": work["prompt"], "output": work["output"]}
-            rows.append(row | {"ttft_ms": 1e3 * first, "tpot_ms": 1e3 * (whole - first) / work["output"]})
-    if not work["count"]:
-        first = seconds(1, work["long"], 1, work["repeats"])
-        profile = work["profiles"][-1]
-        row = {"profile": profile, "batch": 1, "prompt": work["long"], "output": 1}
-        rows.append(row | {"ttft_ms": 1e3 * first, "tpot_ms": None})
+            row = common | {"batch": batch, "ttft_ms": 1e3 * first, "tpot_ms": 1e3 * (whole - first) / work["output"]}
+            rows.append(row | {"loaded_bits": bits.get(batch), "one_row_bits": bits.get(1)})
+    seconds(1, work["long"], 1, 1)
+    first = seconds(1, work["long"], 1, work["repeats"])
+    row = {"profile": profile, "batch": 1, "prompt": work["long"], "output": 1}
+    rows.append(row | {"ttft_ms": 1e3 * first, "tpot_ms": None, "loaded_bits": None, "one_row_bits": bits.get(1)})
     output.write_text(json.dumps({"rows": rows, "load_s": load_s, "sizes": llm.collective_rpc("sizes")[0]}))
-
-
-def engine(args: argparse.Namespace, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    return engine_run(args, name, __file__, **options)
 
 
 def measure(args: argparse.Namespace, method: str, device: str) -> list[dict[str, Any]]:
     shape, layers, vocab = TINY if args.tiny else BIG
     folder = args.folder / method
-    length = {"long": args.long, "prompt": args.prompt, "output": args.output_tokens}
-    work: dict[str, Any] = {"batch": args.batch, "repeats": args.repeats, "profiles": [None], "factors": {}, "count": False}
-    options: dict[str, Any] = {"model": str(folder), "dtype": "bfloat16", "vocab": vocab, "work": work | length}
+    work: dict[str, Any] = {"batch": args.batch, "repeats": args.repeats, "profiles": [None]}
+    work |= {"long": args.long, "prompt": args.prompt, "output": args.output_tokens}
+    options: dict[str, Any] = {"model": str(folder), "dtype": "bfloat16", "vocab": vocab, "work": work}
     options |= {"max_model_len": max(args.long, args.prompt + args.output_tokens) + 64, **SETTINGS}
-    options |= {"enforce_eager": True} if device == "cpu" else {"gpu_memory_utilization": 0.6}
-    counted = {}
+    # No graph that nothing here replays, and the same room for keys and values for all: a start is most of a method's time.
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": sorted({*args.batch, SETTINGS["max_num_seqs"]})}}
+    room = {"kv_cache_memory_bytes": KV_BYTES, "gpu_memory_utilization": 0.6}
+    options |= {"enforce_eager": True} if device == "cpu" else graphs | room
+    began = time.monotonic()
     if method == "tilequant":
         synthetic.write_tilequant(folder, shape, layers, vocab, args.prompt + args.output_tokens // 2, device)
-        options["work"]["profiles"] = args.profile
+        work["profiles"] = args.profile
         options["additional_config"] = {QUANT_METHOD: {"profile": args.profile[0]}}
-        found = engine(args, "count", options | {"enforce_eager": True, "work": options["work"] | {"count": True}})["rows"]
-        counted = {row["profile"]: row["loaded_bits"] for row in found}
-        options["work"]["factors"] = {row["profile"]: row["factor"] for row in found}
-        if far := {p: bits for p, bits in counted.items() if abs(bits - float(p)) > NEAR_BITS}:
-            raise ValueError(f"loaded bits {far} are not within {NEAR_BITS} of their profiles")
+        if device == "cuda":
+            torch.cuda.empty_cache()
     else:
         quantization = {"bf16": None, "w4a16": synthetic.W4A16, "w8a8": W8A8}[method]
         synthetic.write_config(folder, shape, layers, vocab, quantization)
         options["load_format"] = "dummy"
-    got = engine(args, method, options)
+    written = time.monotonic() - began
+    got = engine_run(args, method, __file__, **options)
+    print(
+        f"{method}: {written:.0f} s to write, {got['load_s']:.0f} s to start, {time.monotonic() - began:.0f} s in all",
+        flush=True,
+    )
     sizes, weights = got["sizes"], layers * sum(n * k for n, k in shape.linears().values())
     common = {
         "resident_gib": sizes["resident"] / 2**30, "peak_gib": sizes["peak"] / 2**30 or None,
-        "resident_bits": 8 * sizes["linears"] / weights, "load_s": got["load_s"], "tp": 1, "pp": 1, "repeats": args.repeats,
-        **SETTINGS,
+        "resident_bits": 8 * sizes["linears"] / weights or None, "load_s": got["load_s"], "tp": 1, "pp": 1,
+        "repeats": args.repeats, **SETTINGS,
     }  # fmt: skip
-    head = {"model": shape.name, "method": method}
-    return [head | row | {"loaded_bits": counted.get(row["profile"])} | common for row in got["rows"]]
+    return [{"model": shape.name, "method": method} | row | common for row in got["rows"]]
 
 
 def main() -> int:
@@ -222,12 +248,20 @@ def main() -> int:
     args.folder.mkdir(parents=True)
     for method in args.methods:
         try:
-            rows += measure(args, method, device)
+            found = measure(args, method, device)
         except (OSError, ValueError) as e:  # the other methods are still worth their time
             missing[method] = str(e)
             continue
+        far = {
+            r["profile"]: r["one_row_bits"]
+            for r in found
+            if abs((r["one_row_bits"] or 0) - float(r["profile"] or 0)) > NEAR_BITS
+        }
+        missing |= {f"profile {p}": f"{bits:.2f} bits are loaded, not within {NEAR_BITS} of it" for p, bits in far.items()}
+        found = [row for row in found if row["profile"] not in far]
+        rows += found
         report.write(path, report.envelope("e2e", device, rows))
-        print(report.table([r for r in rows if r["method"] == method], COLUMNS), flush=True)
+        print(report.table(found, COLUMNS), flush=True)
     for method, why in missing.items():
         print(f"not measured: {method}: {why}")
     return 1 if missing else 0

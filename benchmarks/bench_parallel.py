@@ -33,6 +33,8 @@ BIG = (Shape("14B shape", 5120, 17920, 40, 10, 128), 40, 100352)
 SMALL = (Shape("small", 512, 1536, 8, 4, 64), 5, 2048)
 TINY = (Shape("tiny", 256, 512, 4, 2, 64), 3, 10240)  # vllm bench latency draws tokens below 10000
 SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
+#: Of a failed engine's log, shown: the folder may be gone when somebody asks.
+LOG_LINES = 30
 QUIET = {
     "NCCL_NVLS_ENABLE": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
@@ -99,7 +101,8 @@ def engine_run(args: argparse.Namespace, name: str, script: str = __file__, **op
     with log.open("w") as out:
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment()).returncode
     if code or not output.exists():
-        raise OSError(f"engine {name} ended with {code}; see {log}")
+        end = "\n  ".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        raise OSError(f"engine {name} ended with {code}; the end of {log}:\n  {end}")
     return json.loads(output.read_text())
 
 

@@ -93,6 +93,17 @@ def test_a_gpu_keeps_the_packed_tiles_alone():
 
 
 @pytest.mark.gpu
+def test_the_kernels_ask_only_where_codes_start():
+    """A traced model hands over their first unit: its shape says nothing of the map."""
+    _, w = served(576, 1536, "cuda", torch.bfloat16)
+    thresholds, rows = torch.tensor(THRESHOLDS["graded"], device="cuda"), make_rows(600, 1536, torch.bfloat16).cuda()
+    static, graded, *rest = arguments(w)
+    for m in (1, 4, 17, 600):
+        got = tile_linear(rows[:m], static, [graded[0][:1], *graded[1:]], *rest, None, thresholds, 8, "group64", "token_smooth")
+        assert torch.equal(got, call(rows[:m], w, None, thresholds)), m
+
+
+@pytest.mark.gpu
 def test_prompts_equal_their_reference():
     """Beyond the short kernel's rows, in both arithmetics."""
     case, w = served(576, 1536, "cuda", torch.bfloat16)

@@ -78,6 +78,10 @@ class TileQuantLinearMethod(LinearMethodBase):
             # vLLM's LoRA and MLA look for a tensor called `weight_packed` to learn a layer's device.
             name = "weight_packed" if name == "codes" else f"graded_{name}"
             layer.register_parameter(name, Parameter(tensor, requires_grad=False))
+            if name == "weight_packed" and layer.tilequant_kernel:
+                # How long the codes are depends on the map. A traced model sees only where they start: otherwise vLLM would
+                # compile every layer by itself, and a cached graph would not fit what is quantized again into the same folder.
+                layer.register_buffer(name := "codes_start", layer.weight_packed.data[:1], persistent=False)
             layer.tilequant_graded.append(name)
         layer.register_buffer("input_rotation", weight.input_rotation, persistent=False)
         layer.register_buffer("profile_thresholds", loaded.thresholds, persistent=False)

@@ -1,0 +1,41 @@
+"""What a traced model and a captured graph see of our layers."""
+
+import pytest
+import torch
+import vllm.model_executor.layers.linear as vllm_linear
+
+from cases import make_case
+from layers import Toy, build, feed, one_rank  # noqa: F401 - a fixture
+from vllm_tilequant import linear, ops
+from vllm_tilequant.kernels import decode_weight, prefill_int8
+from vllm_tilequant.kernels.dispatch import LinearWeight
+
+pytestmark = pytest.mark.serve
+
+
+def prepare_for_kernels(w, transforms, dtype, activation, *, smoothing=None):
+    """`dispatch.prepare` as a GPU does it, but for compiling: arranging needs none."""
+    graded = decode_weight.prepare(w, transforms)
+    return LinearWeight(prefill_int8.prepare(w, graded, smoothing=smoothing), graded)
+
+
+def test_layers_with_different_maps_look_alike_to_a_traced_model(monkeypatch):
+    """vLLM compiles layers once that differ in nothing but values, and keeps what it compiled beyond a checkpoint's life."""
+    monkeypatch.setattr(linear, "prepare", prepare_for_kernels)
+    seen = []
+
+    def tile_linear(x, static, graded, kernel, outputs, rotation, bias, thresholds, *settings):
+        tensors = [x, *static, *graded, thresholds]
+        seen.append(([(t.shape, t.stride(), t.dtype) for t in tensors], kernel, outputs, rotation, settings))
+        return x.new_empty(*x.shape[:-1], outputs)
+
+    monkeypatch.setattr(ops, "tile_linear", tile_linear)
+    sizes = set()
+    for kind in ("all4", "mixed48", "all8"):
+        toy = Toy({"fc": (576, 320)}, make=lambda n, k, _, seed, kind=kind: make_case(n, k, kind, seed=seed))
+        layer = build(vllm_linear.ReplicatedLinear, toy, 320, 576, prefix="fc")
+        feed(layer, toy, {"fc": None})
+        layer(torch.zeros(3, 320))
+        sizes.add(layer.weight_packed.numel())
+    assert len(sizes) == 3 and all(s == seen[0] for s in seen)
+    assert seen[0][1] and layer.codes_start.data_ptr() == layer.weight_packed.data_ptr()
