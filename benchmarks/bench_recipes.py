@@ -53,9 +53,10 @@ def calibrate(source: Path, out: Path, settings: Settings, windows: torch.Tensor
     batches = [{"input_ids": w[None], "attention_mask": torch.ones_like(w[None])} for w in windows]
     result = Calibration(model, linears, batches, settings).run()
     schema = build_schema(result, linears, list(settings.profiles), settings.default_profile, ignore)
-    tensors = {}
+    tensors, state = {}, model.state_dict()  # of the model: a folded input diagonal has changed norms
     for file in sorted(source.glob("*.safetensors")):
-        tensors |= {n: t for n, t in load_file(file).items() if n.removesuffix(".weight") not in linears}
+        dense = {n: t for n, t in load_file(file).items() if n.removesuffix(".weight") not in linears}
+        tensors |= {n: state[n].to("cpu", t.dtype) for n, t in dense.items()}
     for group in result.groups:
         for name in group.members:
             stored = layout.to_tensors(result.weights[name], result.thresholds[group.name], result.smoothing.get(group.name))

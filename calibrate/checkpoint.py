@@ -44,12 +44,13 @@ def build_schema(result: Result, linears: dict[str, nn.Linear], profiles: list[s
     return s.QuantizationSchema(
         quant_method=s.QUANT_METHOD,
         format_version=s.FORMAT_VERSION,
-        required_features=[s.INPUT_TRANSFORM] if result.rotated else [],
+        required_features=[s.INPUT_TRANSFORM] * bool(result.rotated) + [s.FOLDED_INPUT_DIAGONAL] * bool(result.folded),
         tile=s.TILE,
         max_bits=result.max_bits,
         transforms=result.transforms,
         profiles=s.Profiles(names=profiles, default=default),
         ignore=ignore,
+        folded_input_diagonal=[g.name for g in result.groups if g.name in result.folded],
         modules=modules,
         producer={p: _version(p) for p in ("vllm-tilequant", "llmcompressor", "transformers", "torch")},
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from vllm_tilequant.calibrate import quantize, sensitivity
+from vllm_tilequant.calibrate import diagonal, quantize, sensitivity
 from vllm_tilequant.calibrate.allocation import NARROW, allocate, narrow_tiles, pool, random_scores
 from vllm_tilequant.calibrate.basis import Basis
 from vllm_tilequant.calibrate.capture import Batch, Group, find_groups, token_mask, watch_inputs
@@ -66,6 +66,7 @@ class Result:
 
     rotated: groups whose inputs are rotated, by the last of `transforms`
     smoothing: [K] uint8 by group, as stored, where long prompts divide their inputs
+    folded: groups whose inputs were scaled, by `diagonal.fold`
     """
 
     groups: list[Group]
@@ -76,6 +77,7 @@ class Result:
     report: dict
     rotated: frozenset[str] = frozenset()
     smoothing: dict[str, Tensor] = field(default_factory=dict)
+    folded: frozenset[str] = frozenset()
 
 
 class Calibration:
@@ -107,6 +109,7 @@ class Calibration:
         was_training = self.model.training
         self.model.eval()
         try:
+            self.folded = self._fold()
             self._step("inputs", self._read_inputs)
             self.basis = Basis(self.linears, self.settings, {n: g.name for g in self.groups for n in g.members})
             self._step("scales", self._search_scales)
@@ -122,8 +125,8 @@ class Calibration:
             self.model.train(was_training)
         self.report["seconds"] = dict(self.progress.seconds)
         transforms, rotated = self.basis.transforms, frozenset(self.rotated)
-        s = self.settings
-        return Result(self.groups, self.weights, thresholds, transforms, s.max_bits, self.report, rotated, smoothing)
+        bits, weights = self.settings.max_bits, self.weights
+        return Result(self.groups, weights, thresholds, transforms, bits, self.report, rotated, smoothing, self.folded)
 
     # ---- steps
 
@@ -136,6 +139,19 @@ class Calibration:
             raise ValueError(
                 f"profiles {over} want more loaded bits than the codes have ({code_bits:.2f}): drop them or raise the budget"
             )
+
+    def _fold(self) -> frozenset[str]:
+        """Groups whose inputs are scaled. Not a step that is kept: a resumed run has the source's weights again."""
+        if self.settings.input_diagonal == "off":
+            return frozenset()
+        with self.progress.phase("diagonal"):
+            groups = find_groups(self.model, self.linears, self.batches[0])
+            folded = frozenset(g.name for g in diagonal.fold(self.model, self.linears, groups, self.batches[0]))
+        self.report["folded_input_diagonal"] = {
+            "groups": sorted(folded),
+            "not_folded": [g.name for g in groups if g.name not in folded],
+        }
+        return folded
 
     def _read_inputs(self) -> None:
         """E[x^2] per channel and magnitude histograms of every shared input, as it comes, rotated, or both."""

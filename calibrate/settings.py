@@ -34,6 +34,9 @@ class Settings(BaseModel):
     propagation_strength: how much of the earlier layers' error the codes are asked to make up for, 0 to 1. All of it would fit
         the calibration text; the more text, the more
     propagation_bits: loaded bits of `propagation: graded`
+    input_diagonal: `folded` scales input channels by powers of two, by the size of their weights, and folds the inverse into
+        the norm or linear before: the model computes the same, levels see |x| times the weight. Such a checkpoint takes no LoRA
+        adapter of the original model. `off` where nothing is gained, as on the sample model
     input_rotation: rotate every 64 inputs before levels and quantization: `off`, `on`, or `auto`: where it lowers the expected
         error of a group at `default_profile`. It flattens activations, which helps stored precision and hurts grading
     input_seed: seed of that rotation
@@ -73,6 +76,7 @@ class Settings(BaseModel):
     propagation: Literal["static", "graded", "off"] = "static"
     propagation_strength: float = Field(0.5, ge=0, le=1)
     propagation_bits: float = Field(3.0, gt=0)
+    input_diagonal: Literal["off", "folded"] = "off"
     input_rotation: Literal["off", "on", "auto"] = "off"
     input_seed: int = Field(101, ge=0)
     scores: Literal["joint", "prefill", "decode", "activation", "random"] = "prefill"

@@ -5,6 +5,7 @@ All engines run in one process of their own (engines.py), once for the whole fil
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -136,7 +137,19 @@ def adapter(folder):
 
 
 @pytest.fixture(scope="module")
-def results(folder, adapter):
+def folded(folder):
+    """The toy, said to have a folded input diagonal."""
+    out = shutil.copytree(folder, folder.with_name("folded"))
+    config = json.loads((out / "config.json").read_text())
+    ours = config["quantization_config"]
+    ours["required_features"].append(s.FOLDED_INPUT_DIAGONAL)
+    ours["folded_input_diagonal"] = [next(iter(ours["modules"].values()))["input_group"]]
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+@pytest.fixture(scope="module")
+def results(folder, adapter, folded):
     toy, twice = str(folder), LONGER[0] + LONGER[1]
     jobs = {
         "alone": dict(prompts=PROMPTS, new=LONG),
@@ -148,6 +161,10 @@ def results(folder, adapter):
         "drafts": dict(prompts=PROMPTS, new=LONG, options=NGRAM),
         "drafts, off": dict(prompts=PROMPTS, new=LONG, options=NGRAM | OFF),
         "adapter": dict(prompts=LONGER, lora=str(adapter[0]), options=OFF | {"enable_lora": True, "max_lora_rank": 8}),
+        "folded": dict(prompts=LONGER, folder=str(folded)),
+        "folded, adapter": dict(
+            prompts=LONGER, folder=str(folded), lora=str(adapter[0]), options={"enable_lora": True, "max_lora_rank": 8}
+        ),
         "bfloat16": dict(prompts=PROMPTS, new=1, options={"dtype": "bfloat16"}),
         "float16": dict(prompts=PROMPTS, new=1, options={"dtype": "float16"}),
         "dummy": dict(prompts=LONGER, options={"load_format": "dummy"}),
@@ -232,6 +249,13 @@ def test_an_adapter_adds_to_the_dequantized_weights(folder, adapter, results):
         want, want_logprobs = greedy(model, prompt)
         assert tokens == want and want_logprobs != plain  # the adapter does something
         assert (torch.tensor(logprobs) - torch.tensor(want_logprobs)).abs().max() <= LOGPROB_BOUNDS["static"][1]
+
+
+def test_a_folded_diagonal_serves_as_usual_and_takes_no_adapter(results):
+    short, long = answers(results, "folded")["tokens"], answers(results, "alone")["tokens"]
+    assert short == [tokens[: len(short[0])] for tokens in long[: len(LONGER)]]
+    error = results["folded, adapter"]["error"]
+    assert "NotImplementedError: LoRA on this checkpoint: its folded_input_diagonal scales the inputs of 1 groups" in error
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

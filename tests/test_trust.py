@@ -16,6 +16,7 @@ from vllm_tilequant.checkpoint.reader import Checkpoint, CheckpointError
 from vllm_tilequant.checkpoint.verify import verify
 
 Q = "model.layers.0.self_attn.q_proj"
+F = "folded_input_diagonal"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -82,6 +83,9 @@ def quantization(folder, change):
         (lambda q: q["modules"][Q].update(input_transform=1), "required_features lacks 'input_transform'"),
         (lambda q: rotate(q, [Q], 1), "modules with one input differ in input_transform"),
         (lambda q: rotate(q, q["modules"], 9), "input_transform beyond the 3 transforms"),
+        (lambda q: q.update(folded_input_diagonal=[Q]), "required_features lacks 'folded_input_diagonal'"),
+        (lambda q: q.update(folded_input_diagonal=["no"], required_features=[F]), "what is no input group: ..no"),
+        (lambda q: q.update(folded_input_diagonal=True, required_features=[F]), "folded_input_diagonal: Input should be"),
         (lambda q: rotate(q, q["modules"], -1), "greater than or equal to 0"),
         (lambda q: rotate(q, q["modules"], True), "valid integer"),
         (lambda q: q.update(required_features=[{}]), "required_features is"),

@@ -69,6 +69,20 @@ def check_parallel(schema: QuantizationSchema, model_config: Any, parallel: Any)
         )
 
 
+def check_adapters(schema: QuantizationSchema, lora: Any) -> None:
+    """Refuse adapters where they would be silently wrong. lora: vLLM's LoRA config, None where LoRA is not enabled.
+
+    Raises `NotImplementedError` for a checkpoint whose input diagonal is folded.
+    """
+    if lora is not None and schema.folded_input_diagonal:
+        n = len(schema.folded_input_diagonal)
+        raise NotImplementedError(
+            f"LoRA on this checkpoint: its folded_input_diagonal scales the inputs of {n} groups of linears, so that an "
+            "adapter trained on the original model would silently compute something else. Serve without --enable-lora, merge "
+            "the adapter into the original model and quantize that, or quantize with input_diagonal: off."
+        )
+
+
 @dataclass(frozen=True)
 class Settings:
     """What `--additional-config '{"tilequant": {...}}'` sets.
@@ -183,6 +197,7 @@ class TileQuantConfig(QuantizationConfig):
         settings = Settings.parse(getattr(current, "additional_config", None), self.schema)
         if (model_config := getattr(current, "model_config", None)) is not None:
             check_parallel(self.schema, model_config, current.parallel_config)
+            check_adapters(self.schema, getattr(current, "lora_config", None))
         logger.info(
             "tilequant: profile %s (graded up to %d rows), activation %s, in prompts %s",
             settings.profile,

@@ -16,8 +16,10 @@ QUANT_METHOD = "tilequant"
 FORMAT_VERSION = 1
 #: Some module's inputs are rotated before levels and quantization: `Module.input_transform`.
 INPUT_TRANSFORM = "input_transform"
+#: Some inputs were scaled, and the inverse folded into what produces them: no adapter of the source model fits.
+FOLDED_INPUT_DIAGONAL = "folded_input_diagonal"
 #: Features of format version 1 that a reader must know by name. A checkpoint that lists another one is refused.
-KNOWN_FEATURES: frozenset[str] = frozenset({INPUT_TRANSFORM})
+KNOWN_FEATURES: frozenset[str] = frozenset({INPUT_TRANSFORM, FOLDED_INPUT_DIAGONAL})
 
 TILE = 64
 #: Bits a tile may be stored with, and the levels at which a decode step may read an input channel.
@@ -195,6 +197,7 @@ class QuantizationSchema(BaseModel):
     profiles: Profiles
     threshold_measure: str = "abs_input"
     ignore: list[str] = Field(default_factory=list)
+    folded_input_diagonal: list[str] = Field(default_factory=list)
     modules: dict[str, Module] = Field(min_length=1)
     producer: dict[str, Any] = Field(default_factory=dict)
 
@@ -259,6 +262,10 @@ class QuantizationSchema(BaseModel):
             raise ValueError(f"required_features lacks {INPUT_TRANSFORM!r}, which {rotated[:_SHOWN]} need")
         if far := [name for name in rotated if self.modules[name].input_transform >= len(self.transforms)]:  # type: ignore[operator]
             raise ValueError(f"input_transform beyond the {len(self.transforms)} transforms in {far[:_SHOWN]}")
+        if self.folded_input_diagonal and FOLDED_INPUT_DIAGONAL not in self.required_features:
+            raise ValueError(f"required_features lacks {FOLDED_INPUT_DIAGONAL!r}, which folded_input_diagonal needs")
+        if strange := sorted(set(self.folded_input_diagonal) - set(self.groups)):
+            raise ValueError(f"folded_input_diagonal names what is no input group: {strange[:_SHOWN]!r}")
         if mixed := [g for g, names in self.groups.items() if len({self.modules[n].input_transform for n in names}) > 1]:
             raise ValueError(f"modules with one input differ in input_transform: input groups {mixed[:_SHOWN]}")
         if mixed := [g for g, names in self.groups.items() if len({self.modules[n].smoothing for n in names}) > 1]:
@@ -279,6 +286,8 @@ class QuantizationSchema(BaseModel):
     def dump(self) -> dict[str, Any]:
         """The JSON object that `parse` reads back, with `tile_counts` keyed by strings as JSON has them."""
         data = self.model_dump(mode="json")
+        if not self.folded_input_diagonal:
+            del data["folded_input_diagonal"]
         for module in data["modules"].values():
             if module["input_transform"] is None:
                 del module["input_transform"]

@@ -79,6 +79,9 @@ def card(data: dict[str, Any], report: dict[str, Any], recipe: bool) -> str:
         "tiles of 64 x 64 weights": codes,
         "rotations": ", ".join(f"{n} {kind}" for kind, n in data["transforms"].items())
         + f" for outputs; inputs rotated in {data['rotated_inputs']} of {len(data['modules'])} linears",
+        "input diagonal": f"folded in {data['folded_inputs']} linears: LoRA adapters of the base model do not fit"
+        if data["folded_inputs"]
+        else "none",
         "profiles (loaded bits of a decode step)": _profiles(data, report),
         "left dense": ", ".join(f"{name} ({why})" for name, why in list(data["skipped"].items())[:6])
         + (f" and {len(data['skipped']) - 6} more" if len(data["skipped"]) > 6 else ""),

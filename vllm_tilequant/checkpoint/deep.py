@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_tilequant import schema as s
-from vllm_tilequant.checkpoint.files import Header, Tensors, read_headers
+from vllm_tilequant.checkpoint.files import CheckpointError, Header, Tensors, read_headers
 from vllm_tilequant.checkpoint.model_config import EMBEDDING
 from vllm_tilequant.checkpoint.reader import Checkpoint
 from vllm_tilequant.kernels import portable
@@ -31,6 +31,11 @@ class Deep:
 
 def compare(checkpoint: Checkpoint, source: str | Path, max_error: float = MAX_ERROR) -> Deep:
     """Unpack every linear and compare; raises `CheckpointError` when the source folder cannot be read."""
+    if checkpoint.schema.folded_input_diagonal:
+        raise CheckpointError(
+            f"{checkpoint.folder}: its input diagonal is folded into norms and weights, which differ from the source's by "
+            "factors that are not stored: there is nothing to compare with --deep; `tilequant evaluate --reference` judges it"
+        )
     folder = Path(source)
     original = Tensors(folder, read_headers(folder, strangers=True))
     errors: dict[str, float] = {}

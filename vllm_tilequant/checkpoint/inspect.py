@@ -44,6 +44,7 @@ def inspect(folder: str | Path) -> dict[str, Any]:
         "producer": schema.producer,
         "transforms": dict(Counter(t.kind for t in schema.transforms)),
         "rotated_inputs": sum(rotated_inputs(schema, name) for name in schema.modules),
+        "folded_inputs": sum(m.input_group in schema.folded_input_diagonal for m in schema.modules.values()),
         "profiles": schema.profiles.names,
         "default_profile": schema.profiles.default,
         "threshold_measure": schema.threshold_measure,

@@ -53,6 +53,8 @@ def _print(data: dict[str, Any]) -> None:
     print(f"  written by   {producer or 'unknown'}")
     print(f"  profiles     {', '.join(data['profiles'])}; default {data['default_profile']}; also full, off")
     print(f"  transforms   {transforms}; inputs rotated in {data['rotated_inputs']} of {len(data['modules'])} linears")
+    if data["folded_inputs"]:
+        print(f"  diagonal     folded into the inputs of {data['folded_inputs']} linears: adapters of the source do not fit")
     print(f"  tiles        {sum(data['tile_counts'].values())}: {tile_shares(data['tile_counts'])}")
     print(
         f"  linears      {data['stored_bits']:.3f} stored bits per weight ({data['stored_code_bits']:.3f} codes, the rest "
