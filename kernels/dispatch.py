@@ -26,7 +26,7 @@ class LinearWeight:
     static: for the product at stored precision: only scales beside the decode form, since both products read the same tiles;
         where there is no kernel the dense weight [N, K] in the model's dtype
     graded: the form that the graded kernel reads, or the portable one where there is no kernel
-    input_rotation: [64] uint8, what rotates the inputs before either product (both forms belong to rotated inputs), or None
+    input_rotation: [64] uint8, what rotates the inputs of either product (both forms belong to rotated inputs), or None
     """
 
     static: PrefillWeight | Tensor
@@ -62,7 +62,7 @@ def prepare(
     decode_bitplane.compile_kernels(device, read, decode_config(n, k, device))
     if w.input_rotation is not None:
         rotate(torch.zeros(1, k, dtype=dtype, device=device), w.input_rotation)  # the kernel has one form for every shape
-    prefill_int8.compile_kernels(device, dtype, k, smoothing is not None)
+    prefill_int8.compile_kernels(device, dtype, k, smoothing is not None, w.input_rotation)
     prefill_int8.reserve(device, n, k)
     graded = decode_bitplane.prepare(w, transforms)
     static = prefill_int8.prepare(w, graded, smoothing=smoothing)
@@ -102,7 +102,8 @@ def tile_linear(
     """
     rows = x.reshape(-1, x.shape[-1])
     graded = takes_graded(rows.shape[0], graded_rows)
-    if w.input_rotation is not None:
+    if w.input_rotation is not None and (graded or isinstance(w.static, Tensor)):
+        # Otherwise the prefill does, in the launch that quantises its rows.
         rows = rotate(rows, w.input_rotation)
         rows = rows if graded else rows.to(x.dtype)
     if graded and isinstance(w.graded, DecodeWeight):
@@ -116,5 +117,7 @@ def tile_linear(
         y = rows.new_empty(0, w.out_features)
     else:
         assert isinstance(w.graded, DecodeWeight)
-        y = prefill_int8.prefill_linear(rows, w.graded, w.static, bias, activation=prefill_activation, gemm=gemm)
+        y = prefill_int8.prefill_linear(
+            rows, w.graded, w.static, bias, rotation=w.input_rotation, activation=prefill_activation, gemm=gemm
+        )
     return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])

@@ -125,8 +125,11 @@ def workspace(device: torch.device, n: int, k: int) -> Tensor:
     return _workspaces[device][: n * k].view(n, k)
 
 
-def compile_kernels(device: torch.device, dtype: torch.dtype, k: int, smooth: bool) -> None:
-    """Compile now what calls with K inputs would at their first time: a captured graph must not meet the compiler."""
+def compile_kernels(device: torch.device, dtype: torch.dtype, k: int, smooth: bool, rotation: Tensor | None = None) -> None:
+    """Compile now what calls with K inputs would at their first time: a captured graph must not meet the compiler.
+
+    smooth, rotation: whether there is a smoothing, and what rotates the inputs, as in `prefill_linear`
+    """
     from vllm_tilequant.kernels import prefill_triton
 
     if device_path(device) == "cuda":
@@ -134,8 +137,8 @@ def compile_kernels(device: torch.device, dtype: torch.dtype, k: int, smooth: bo
     unsmoothing = torch.ones(k, dtype=torch.float32, device=device) if smooth else None
     for rows in (1, prefill_triton.MANY_ROWS + 1):
         x = torch.zeros(rows, k, dtype=dtype, device=device)
-        prefill_triton.quantize_rows(x, unsmoothing)
-    prefill_triton.quantize_groups(x)
+        prefill_triton.quantize_rows(x, unsmoothing, rotation)
+    prefill_triton.quantize_groups(x, rotation)
 
 
 def warm(w: DecodeWeight, p: PrefillWeight, dtype: torch.dtype) -> None:
@@ -209,6 +212,7 @@ def prefill_linear(
     p: PrefillWeight,
     bias: Tensor | None = None,
     *,
+    rotation: Tensor | None = None,
     activation: str = "token_smooth",
     gemm: Gemm | None = None,
     path: str | None = None,
@@ -218,18 +222,22 @@ def prefill_linear(
     """y = x W^T + bias at stored precision. No host synchronisation; safe under CUDA graphs once compiled.
 
     x: [M, K] bf16, fp16 or float32, rows contiguous -> [M, N] in x's dtype; bias: [N] of one of these dtypes
+    rotation: [64] uint8 of `layout.rotation_table`: every 64 inputs are rotated in float32 before they become INT8, in the same
+    launch; None for inputs as they come (there is no smoothing beside it)
     activation: one of `PREFILL_ACTIVATIONS`; gemm: the long product's matrix product, ours in Triton if None (and where dtypes
     ask for it: a given one serves 16-bit results with a bias of the same dtype); path: `cuda`, `triton` or None for the faster
     that can run; out: only for products that are ours.
     """
     check_inputs(x, w, bias)
+    if rotation is not None and p.unsmoothing is not None:
+        raise ValueError("inputs are to be rotated and smoothed: the format has one or the other")
     n, k = w.out_features, w.in_features
     path = _path(x.device, path)
     config = config or prefill_config(n, k, x.device)
     from vllm_tilequant.kernels import prefill_triton as portable
 
     if takes_short(x.shape[0], config, activation):
-        q, scale = portable.quantize_groups(x)
+        q, scale = portable.quantize_groups(x, rotation)
         y = _output(x, n, out)
         if path == "cuda":
             prefill_cuda.short(q, scale, w, bias, y, config)
@@ -237,7 +245,7 @@ def prefill_linear(
             portable.short(q, scale, w, p.rotation, p.index, bias, y)
         return y
     codes = workspace(x.device, n, k)
-    q, scale = portable.quantize_rows(x, p.unsmoothing)
+    q, scale = portable.quantize_rows(x, p.unsmoothing, rotation)
     _expand(w, p, codes, path, config)
     if gemm is not None and out is None and x.dtype != torch.float32 and (bias is None or bias.dtype == x.dtype):
         return gemm(q, codes, scale, p.scale, bias, x.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.reference import SMALLEST
+from vllm_tilequant.kernels.rotation import read_table, turn
 from vllm_tilequant.schema import TILE
 
 #: `quantize_groups` pads the rows of its scales to a multiple of this, so that a block of rows reads aligned vectors.
@@ -24,25 +25,36 @@ GROUPS = 8
 _SMALLEST = tl.constexpr(SMALLEST)
 
 
-def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`activation_int8_ref`, reordered: x [M, K], rows contiguous -> q [M, K] int8, scale [K/64, M padded] float32."""
+def quantize_groups(x: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`activation_int8_ref`, reordered: x [M, K], rows contiguous -> q [M, K] int8, scale [K/64, M padded] float32.
+
+    table: [64] uint8 of `layout.rotation_table`, for inputs that are rotated first; None for none
+    """
     m, k = x.shape
     q = torch.empty(m, k, dtype=torch.int8, device=x.device)
     scale = torch.empty(k // TILE, -(-m // ROW_PAD) * ROW_PAD, dtype=torch.float32, device=x.device)
     grid = (m, -(-k // (TILE * GROUPS)))
-    _quantize_groups[grid](x, q, scale, x.stride(0), scale.stride(0), k // TILE, G=GROUPS, num_warps=4)
+    _quantize_groups[grid](
+        x, x if table is None else table, q, scale, x.stride(0), scale.stride(0), k // TILE,
+        G=GROUPS, ROTATE=table is not None, num_warps=4,
+    )  # fmt: skip
     return q, scale
 
 
-def quantize_rows(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`activation_token_ref`: x [M, K], rows contiguous; unsmoothing [K], 1 / smoothing -> q [M, K] int8, scale [M, 1]."""
+def quantize_rows(x: Tensor, unsmoothing: Tensor | None, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`activation_token_ref`: x [M, K], rows contiguous; unsmoothing [K], 1 / smoothing -> q [M, K] int8, scale [M, 1].
+
+    table: as in `quantize_groups`. Rotated inputs have no smoothing.
+    """
+    assert unsmoothing is None or table is None
     m, k = x.shape
     q = torch.empty(m, k, dtype=torch.int8, device=x.device)
     scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
     rows, chunk, warps = row_blocks(m)
     _quantize_rows[(-(-m // rows),)](
-        x, x if unsmoothing is None else unsmoothing, q, scale, m, x.stride(0), k,
-        ROWS=rows, CHUNK=chunk, SMOOTH=unsmoothing is not None, FUSED=x.device.type == "cuda", num_warps=warps,
+        x, x if unsmoothing is None else unsmoothing, x if table is None else table, q, scale, m, x.stride(0), k,
+        ROWS=rows, CHUNK=chunk, SMOOTH=unsmoothing is not None, ROTATE=table is not None, FUSED=x.device.type == "cuda",
+        num_warps=warps,
     )  # fmt: skip
     return q, scale
 
@@ -105,35 +117,71 @@ def _round_product(x, y, FUSED: tl.constexpr):
 
 
 @triton.jit
-def _quantize_groups(x_ptr, q_ptr, scale_ptr, x_stride, scale_stride, k_tiles, G: tl.constexpr):
+def _place_of(i):
+    """The place of an input of an input tile: `_input_at` the other way."""
+    return i // 32 * 32 + i // 4 % 2 * 16 + i // 8 % 4 * 4 + i % 4
+
+
+@triton.jit
+def _quantize_groups(
+    x_ptr, table_ptr, q_ptr, scale_ptr, x_stride, scale_stride, k_tiles, G: tl.constexpr, ROTATE: tl.constexpr
+):
     m = tl.program_id(0).to(tl.int64)
     kt = tl.program_id(1) * G + tl.arange(0, G)
     at = tl.arange(0, 64)
-    inputs = _input_at(at)
     inside = (kt < k_tiles)[:, None]
-    x = tl.load(x_ptr + m * x_stride + kt[:, None] * 64 + inputs[None, :], mask=inside, other=0.0).to(tl.float32)  # [G, 64]
-    scale = tl.math.div_rn(tl.max(tl.abs(x), 1), tl.full([G], 127.0, tl.float32))
+    if ROTATE:  # rotated at their own places, so that the reordering is left to the store
+        source, left, right = read_table(table_ptr)
+        v = tl.load(x_ptr + m * x_stride + kt[:, None] * 64 + source[None, :], mask=inside, other=0.0)
+        x = turn(v.to(tl.float32), left, right, G)
+        to = _place_of(at)
+    else:
+        x = tl.load(x_ptr + m * x_stride + kt[:, None] * 64 + _input_at(at)[None, :], mask=inside, other=0.0).to(tl.float32)
+        to = at
+    scale = tl.math.div_rn(tl.max(tl.abs(x), 1), tl.full([G], 127.0, tl.float32))  # x: [G, 64]
     scale = tl.where(scale == 0.0, 1.0, scale) + tl.sum(x * 0.0, 1)  # NaN where any input is NaN or infinite
     q = _round(tl.math.div_rn(x, tl.broadcast_to(scale[:, None], [G, 64])))
     q = tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
-    tl.store(q_ptr + m * k_tiles * 64 + kt[:, None] * 64 + at[None, :], q, mask=inside)
+    tl.store(q_ptr + m * k_tiles * 64 + kt[:, None] * 64 + to[None, :], q, mask=inside)
     tl.store(scale_ptr + kt.to(tl.int64) * scale_stride + m, scale, mask=kt < k_tiles)
+
+
+@triton.jit
+def _read_rows(
+    x_ptr, unsmoothing_ptr, row, x_stride, k0, k, source, left, right,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, SMOOTH: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Inputs k0 .. k0 + CHUNK of some rows, smoothed or rotated: [ROWS, CHUNK] float32. row: [ROWS, 1] int64"""
+    if ROTATE:
+        first = k0 + tl.arange(0, CHUNK // 64)[None, :, None] * 64  # of every group of 64
+        at = row[:, :, None] * x_stride + first + source[None, None, :]
+        v = tl.load(x_ptr + at, mask=tl.broadcast_to(first < k, [ROWS, CHUNK // 64, 64]), other=0.0).to(tl.float32)
+        v = turn(tl.reshape(v, [ROWS * CHUNK // 64, 64]), left, right, ROWS * CHUNK // 64)
+        x = tl.reshape(v, [ROWS, CHUNK])
+    else:
+        c = k0 + tl.arange(0, CHUNK)[None, :]
+        x = tl.load(x_ptr + row * x_stride + c, mask=c < k, other=0.0).to(tl.float32)
+        if SMOOTH:
+            x = x * tl.load(unsmoothing_ptr + c, mask=c < k, other=0.0)
+    return x
 
 
 @triton.jit(do_not_specialize=["m"])
 def _quantize_rows(
-    x_ptr, unsmoothing_ptr, q_ptr, scale_ptr, m, x_stride, k,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, SMOOTH: tl.constexpr, FUSED: tl.constexpr,
+    x_ptr, unsmoothing_ptr, table_ptr, q_ptr, scale_ptr, m, x_stride, k,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, SMOOTH: tl.constexpr, ROTATE: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = tl.where(rows < m, rows, 0)[:, None]
     c = tl.arange(0, CHUNK)[None, :]
+    if ROTATE:
+        source, left, right = read_table(table_ptr)
+    else:
+        source, left, right = c, c, c
     largest = tl.zeros([ROWS], tl.int32)
     k0 = 0
     while k0 < k:  # the bits of magnitudes compare as whole numbers, those of NaN above all
-        x = tl.load(x_ptr + row * x_stride + k0 + c, mask=k0 + c < k, other=0.0).to(tl.float32)  # [ROWS, CHUNK]
-        if SMOOTH:
-            x = x * tl.load(unsmoothing_ptr + k0 + c, mask=k0 + c < k, other=0.0)
+        x = _read_rows(x_ptr, unsmoothing_ptr, row, x_stride, k0, k, source, left, right, ROWS, CHUNK, SMOOTH, ROTATE)
         largest = tl.maximum(largest, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
         k0 += CHUNK
     size = largest.to(tl.float32, bitcast=True)
@@ -141,9 +189,7 @@ def _quantize_rows(
     unit = tl.math.div_rn(tl.full([ROWS], 127.0, tl.float32), size)
     k0 = 0
     while k0 < k:
-        x = tl.load(x_ptr + row * x_stride + k0 + c, mask=k0 + c < k, other=0.0).to(tl.float32)
-        if SMOOTH:
-            x = x * tl.load(unsmoothing_ptr + k0 + c, mask=k0 + c < k, other=0.0)
+        x = _read_rows(x_ptr, unsmoothing_ptr, row, x_stride, k0, k, source, left, right, ROWS, CHUNK, SMOOTH, ROTATE)
         q = _round_product(x, tl.broadcast_to(unit[:, None], [ROWS, CHUNK]), FUSED).to(tl.int8)
         tl.store(q_ptr + rows[:, None] * k + k0 + c, q, mask=(rows < m)[:, None] & (k0 + c < k))
         k0 += CHUNK

@@ -1,6 +1,7 @@
-"""x' = x V for every 64 inputs, in one launch: what a rotated group's activations pass before levels and INT8 (Triton).
+"""x' = x V for every 64 inputs: what a rotated group's activations pass before levels and INT8 (Triton).
 
-The order of sums is part of the format: this gives the bits of `layout.rotate_inputs`, the reference and portable form.
+The order of sums is part of the format: this gives the bits of `layout.rotate_inputs`, the reference and portable form. Graded
+rows are rotated in a launch of their own; the row quantisers of the prefill rotate what they read (`prefill_triton.py`).
 """
 
 from __future__ import annotations
@@ -40,22 +41,34 @@ def _butterfly(v, GROUPS: tl.constexpr, DISTANCE: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 1, 3, 2]), [GROUPS, 64])
 
 
-@triton.jit(do_not_specialize=["groups"])
-def _rotate(x_ptr, table_ptr, out_ptr, groups, GROUPS: tl.constexpr):
-    g = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+@triton.jit
+def read_table(table_ptr):
+    """Of every place of a rotated group: the input that goes there, whether it is negated first, and whether the result is."""
     j = tl.arange(0, 64)
     code = tl.load(table_ptr + j).to(tl.int32)
-    # the channel that goes to place j: the permutation's inverse, found by comparing all with all once
+    # the permutation's inverse, found by comparing all with all once
     source = tl.sum(tl.where((code & 63)[None, :] == j[:, None], j[None, :], 0), 1)
     left = tl.load(table_ptr + source).to(tl.int32) >> 6 & 1
-    inside = (g < groups)[:, None]
-    v = tl.load(x_ptr + g[:, None] * 64 + source[None, :], mask=inside, other=0.0).to(tl.float32)
-    v = tl.where((left == 1)[None, :], -v, v)
+    return source, left == 1, code >> 7 == 1
+
+
+@triton.jit
+def turn(v, left, right, GROUPS: tl.constexpr):
+    """The format's order of sums. v: [GROUPS, 64] float32, inputs at their places; left, right: [64] of `read_table`"""
+    v = tl.where(left[None, :], -v, v)
     v = _butterfly(v, GROUPS, 1)
     v = _butterfly(v, GROUPS, 2)
     v = _butterfly(v, GROUPS, 4)
     v = _butterfly(v, GROUPS, 8)
     v = _butterfly(v, GROUPS, 16)
     v = _butterfly(v, GROUPS, 32)
-    v = tl.where((code >> 7 == 1)[None, :], -v, v) * 0.125
-    tl.store(out_ptr + g[:, None] * 64 + j[None, :], v, mask=inside)
+    return tl.where(right[None, :], -v, v) * 0.125
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _rotate(x_ptr, table_ptr, out_ptr, groups, GROUPS: tl.constexpr):
+    g = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    source, left, right = read_table(table_ptr)
+    inside = (g < groups)[:, None]
+    v = tl.load(x_ptr + g[:, None] * 64 + source[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + g[:, None] * 64 + tl.arange(0, 64)[None, :], turn(v, left, right, GROUPS), mask=inside)

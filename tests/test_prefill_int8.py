@@ -11,9 +11,10 @@ import torch
 from cases import MAPS, SHAPES, TRANSFORMS, make_case, make_rows
 from tolerances import OUTPUT_RMS, poison_allocator, relative_rms
 from vllm_tilequant.kernels import decode_weight, prefill_int8, reference
-from vllm_tilequant.kernels.layout import align_codes, to_device
+from vllm_tilequant.kernels.layout import align_codes, rotate_inputs, rotation_table, to_device
 from vllm_tilequant.kernels.tuning import PrefillConfig, default_prefill_config, dump, tuned_prefill
 from vllm_tilequant.schema import PREFILL_ACTIVATIONS as ACTIVATIONS
+from vllm_tilequant.schema import Transform
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: Short up to 40 rows, long beyond.
@@ -93,6 +94,75 @@ def test_rows_are_quantised_as_the_references_say():
     order = [8 * t + i + 4 * (u % 2) + 32 * (u // 2) for u in range(4) for t in range(4) for i in range(4)]
     assert torch.equal(q.view(5, -1, 64), wanted.view(5, -1, 64)[..., order])
     assert torch.equal(scale[:, :5].T, unit)
+
+
+ROTATION = rotation_table(Transform(kind="randomized_hadamard", seed=7))
+
+
+def rows_rotate_and_quantise(m, k, dtype, device):
+    """One launch against rotation followed by quantisation: the same bits."""
+    from vllm_tilequant.kernels import prefill_triton
+
+    x = make_rows(m, k, dtype)
+    rotated = rotate_inputs(x, ROTATION)
+    poison_allocator(device)
+    q, scale = (t.cpu() for t in prefill_triton.quantize_rows(x.to(device), None, ROTATION.to(device)))
+    wanted, unit = reference.activation_token_ref(rotated)
+    assert torch.equal(q, wanted) and torch.equal(scale[:, 0], unit)
+    q, scale = (t.cpu() for t in prefill_triton.quantize_groups(x.to(device), ROTATION.to(device)))
+    wanted, unit = prefill_triton.quantize_groups(rotated.to(device))
+    assert torch.equal(q, wanted.cpu()) and torch.equal(scale[:, :m], unit[:, :m].cpu())
+    wanted, unit = reference.activation_int8_ref(rotated)
+    assert torch.equal(scale[:, :m].T, unit) and torch.equal(q.sum(1), wanted.sum(1, dtype=q.sum().dtype))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("m", "k", "dtype"),
+    [(1, 64, torch.float32), (5, 576, torch.bfloat16), (3, 4160, torch.float16), (1029, 64, torch.bfloat16)],
+)
+def test_rotated_rows_take_no_launch_more(m, k, dtype):
+    rows_rotate_and_quantise(m, k, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("m", "k"), [(1, 64), (17, 576), (9, 4160), (1031, 1536)])
+def test_a_gpu_rotates_and_quantises_in_one_launch(m, k, dtype):
+    rows_rotate_and_quantise(m, k, dtype, "cuda")
+
+
+@interpreted
+def test_rotated_prompts_equal_their_reference():
+    rotated_prompts("cpu", "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", prefill_int8.PATHS)
+def test_a_gpu_rotates_prompts(path):
+    rotated_prompts("cuda", path)
+
+
+def rotated_prompts(device, path):
+    case = make_case(128, 192)
+    packed, w, p = served(case, device, False)
+    matrices = case.matrices.to(device)
+    for m in (20, 50):
+        x = make_rows(m, 192, torch.bfloat16).to(device)
+        y = prefill_int8.prefill_linear(x, w, p, rotation=ROTATION.to(device), path=path, config=CONFIG)
+        rotated = rotate_inputs(x, ROTATION.to(device))
+        if prefill_int8.takes_short(m, CONFIG, "token_smooth"):
+            wanted = reference.linear_ref(rotated, packed, matrices, int8=True)
+        else:
+            wanted = reference.prefill_int8_ref(rotated, packed, matrices)
+        assert y.dtype == torch.bfloat16 and relative_rms(y, wanted) <= OUTPUT_RMS["bfloat16"], m
+
+
+@interpreted
+def test_inputs_are_rotated_or_smoothed():
+    _, w, p = served(make_case(64, 64), "cpu", True)
+    with pytest.raises(ValueError, match="one or the other"):
+        prefill_int8.prefill_linear(make_rows(3, 64), w, p, rotation=ROTATION, path="triton", config=CONFIG)
 
 
 @interpreted
