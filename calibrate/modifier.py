@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationMetadata
 from compressed_tensors.utils import match_named_modules
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
@@ -70,6 +71,7 @@ class TileQuantModifier(Settings, Modifier):
         batches = list(state.data.calib)
         if not batches:
             raise ValueError("the calibration data holds no record")
+        take_over(state.model, self._linears)
         progress = self._progress or Progress()
         result = Calibration(state.model, self._linears, batches, self, progress=progress, work=self._work).run()
         measured = None
@@ -106,6 +108,23 @@ def check_entries(model: nn.Module, targets: list[str], ignore: list[str], stric
         if strict:
             raise ValueError(message)
         logger.warning(message)
+
+
+def take_over(model: nn.Module, linears: dict[str, nn.Linear]) -> None:
+    """Weights that an earlier modifier has quantized (GPTQ) are our source like any others: its scales and scheme go.
+
+    Left there, they would quantize our weights once more, in memory and when saved. Raises `ValueError` naming modules that
+    another modifier has quantized and that are not ours: one checkpoint has one format.
+    """
+    quantized = [n for n, m in model.named_modules() if getattr(m, "quantization_scheme", None) is not None]
+    if foreign := [n for n in quantized if n not in linears]:
+        raise ValueError(
+            f"another modifier of the recipe has quantized {foreign}, which TileQuantModifier leaves alone: one checkpoint has "
+            "one format, so take these out of that modifier's targets, or make them ours"
+        )
+    for name in quantized:
+        QuantizationMetadata.clear_quantization(linears[name])
+        del linears[name].quantization_status
 
 
 def find_linears(model: nn.Module, targets: list[str], ignore: list[str]) -> dict[str, nn.Linear]:
