@@ -2,14 +2,13 @@
 
     python benchmarks/tune_prefill_int8.py [--shapes 4096x4096,...] [--write]
 
-First `splits`, by the mean of relative times at 16, 64 and 128 rows; then `expand_tiles`; then `short_rows`, the largest number
-of rows at which the short kernel is not slower than expanding.
+A shape's figure is the sum over numbers of rows of log(time), each by the faster of the two ways; `splits` is chosen by it, and
+`short_rows` is the largest number of rows up to which the short kernel is never slower than expanding.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -24,34 +23,25 @@ from vllm_tilequant import ops
 from vllm_tilequant.kernels import tuning
 from vllm_tilequant.kernels.tuning import PrefillConfig
 
-ROWS = (16, 64, 128)
-BOUNDARIES = (64, 128, 192, 256, 320, 384, 448, 512)
+ROWS = (9, 16, 32, 48, 64, 96, 128)
 SPLITS = (1, 2, 3, 4, 5, 7, 8, 12, 16)
-EXPAND = (4, 8, 16)
 HOW = {"replays": 8, "warmup": 2, "at_least": 10}
 
 
 def tune(n: int, k: int) -> PrefillConfig:
-    b, device = bench.draw(n, k), torch.device("cuda")
-    gemm = ops.int8_gemm(device)
-    x = {m: shapes.draw_rows(m, k, "cuda") for m in (*ROWS, *BOUNDARIES)}
+    b, gemm = bench.draw(n, k), ops.int8_gemm(torch.device("cuda"))
+    x = {m: shapes.draw_rows(m, k, "cuda") for m in ROWS}
 
     def us(config: PrefillConfig, m: int) -> float:
         return bench.time_ours(b, x[m], config, gemm, **HOW).us
 
-    times = {s: [us(PrefillConfig(s, 10**6), m) for m in ROWS] for s in SPLITS}
-    best = [min(t[i] for t in times.values()) for i in range(len(ROWS))]
-    splits = min(times, key=lambda s: sum(math.log(t / b) for t, b in zip(times[s], best, strict=True)))
-    print(f"{n}x{k} splits", {s: [round(t, 1) for t in v] for s, v in times.items()}, "->", splits, flush=True)
-    expand = {e: us(PrefillConfig(splits, 0, e), 512) for e in EXPAND}
-    config = PrefillConfig(splits, 0, min(expand, key=expand.__getitem__))
-    print(f"{n}x{k} expand_tiles at 512 rows", {e: round(t, 1) for e, t in expand.items()}, flush=True)
-    at = 0
-    for m in BOUNDARIES:
-        short, long = us(dataclasses.replace(config, short_rows=10**6), m), us(config, m)
-        print(f"{n}x{k} M{m}: short {short:.1f} long {long:.1f}", flush=True)
-        at = m if short <= long else at
-    return dataclasses.replace(config, short_rows=max(at, 8))
+    long = {m: us(PrefillConfig(1, 0), m) for m in ROWS}
+    short = {s: {m: us(PrefillConfig(s, 10**6), m) for m in ROWS} for s in SPLITS}
+    splits = min(short, key=lambda s: sum(math.log(min(short[s][m], long[m])) for m in ROWS))
+    for name, times in (("long", long), (f"short, {splits} splits", short[splits])):
+        print(f"{n}x{k} {name}:", " ".join(f"M{m} {t:.1f}" for m, t in times.items()), flush=True)
+    slower = [m for m in ROWS if short[splits][m] > long[m]]
+    return PrefillConfig(splits, max([8] + [m for m in ROWS if not slower or m < slower[0]]))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_tilequant.kernels.capability import DTYPES
 from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, nvrtc
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
-from vllm_tilequant.kernels.tuning import PrefillConfig
+from vllm_tilequant.kernels.tuning import PrefillConfig, multiprocessors
 from vllm_tilequant.schema import TILE
 
 #: Rows of one CTA of the short kernel, each a compilation of its own.
@@ -38,7 +38,7 @@ class ExpandArgs(ctypes.Structure):
     _fields_ = [
         ("w", _Weight),
         *((name, ctypes.c_void_p) for name in ("rotation", "rotation_index", "smoothing", "inverse", "out")),
-        ("tiles_per_cta", ctypes.c_int),
+        ("steps_per_cta", ctypes.c_int),
     ]
 
 
@@ -79,24 +79,23 @@ def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def expand_args(
-    w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor, per_cta: int
+    w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor, ctas: int
 ) -> tuple[ExpandArgs, int]:
-    """Arguments and grid. As `prefill_triton.expand`; per_cta: input tiles of a CTA."""
+    """Arguments and grid. As `prefill_triton.expand`; ctas: that can run at once, among which the work is divided evenly."""
     weight = _weight(w)
+    steps = -(-weight.n_tiles // BLOCK_TILES) * weight.k_tiles
+    per_cta = -(-steps // ctas)
     args = ExpandArgs(
         weight, rotation.data_ptr(), index.data_ptr(), None if smoothing is None else smoothing.data_ptr(),
         inverse.data_ptr(), out.data_ptr(), per_cta,
     )  # fmt: skip
-    return args, -(-weight.n_tiles // BLOCK_TILES) * -(-weight.k_tiles // per_cta)
+    return args, -(-steps // per_cta)
 
 
-def expand(
-    w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor,
-    config: PrefillConfig,
-) -> None:  # fmt: skip
-    args, grid = expand_args(w, rotation, index, inverse, smoothing, out, config.expand_tiles)
+def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor) -> None:
+    args, grid = expand_args(w, rotation, index, inverse, smoothing, out, 2 * multiprocessors(w.device).count)
     _expand_module(w.device).kernel("expand").launch(
-        args, grid=grid, threads=THREADS, cluster=1, shared_bytes=3 * (_BLOCK_BYTES + 32) + 8 * config.expand_tiles,
+        args, grid=grid, threads=THREADS, cluster=1, shared_bytes=3 * (_BLOCK_BYTES + 32 + 256) + 8 * args.steps_per_cta,
         stream=_stream(w.device), overlap=True,
     )  # fmt: skip
 

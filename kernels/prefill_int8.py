@@ -28,7 +28,7 @@ from vllm_tilequant.kernels.layout import (
     to_device,
     transform_stack,
 )
-from vllm_tilequant.kernels.reference import SMALLEST, linear_ref, requantize_ref
+from vllm_tilequant.kernels.reference import SMALLEST, coarse, linear_ref, requantize_ref
 from vllm_tilequant.kernels.tuning import PrefillConfig, prefill_config
 from vllm_tilequant.schema import PREFILL_ACTIVATIONS, TILE, Transform
 
@@ -45,7 +45,7 @@ Gemm = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Te
 class PrefillWeight:
     """What the prefill keeps beside the decode form of a weight: scales of outputs, nothing of the weight itself.
 
-    scale, inverse: [N, 1] float32 of the requantised weight, and one over it
+    scale, inverse: [N, 1] float32 of the requantised weight, and one over it (`reference.coarse`)
     rotation: [transforms + 1, 64, 64] int8, 8U by rows, the identity last; index: [N/64] uint8, its row per output tile
     smoothing, unsmoothing: [K] float32 and one over it: what inputs are divided by; None for ones
     """
@@ -91,7 +91,7 @@ def prepare(w: PackedWeight, decode: DecodeWeight, *, smoothing: Tensor | None =
     scale = largest.clamp_min(SMALLEST) / torch.full((), 127.0, dtype=torch.float32, device=device)
     ones = torch.ones((), dtype=torch.float32, device=device)
     extra = () if smoothing is None else (smoothing, ones / smoothing)
-    return PrefillWeight(scale[:, None], (ones / scale)[:, None], rotation, index, *extra)
+    return PrefillWeight(scale[:, None], coarse(ones / scale)[:, None], rotation, index, *extra)
 
 
 def _rotations(table: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def self_check(device: torch.device, path: str) -> str | None:
         if not float((got - y).norm() / y.norm()) < 2.0**-19:
             return f"the short kernel gives wrong results at {x.shape[0]} rows"
     out = torch.empty(codes.shape, dtype=torch.int8, device=device)
-    _expand(w, p, out, path, config)
+    _expand(w, p, out, path)
     if not torch.equal(out.cpu(), codes):
         return "the expansion gives wrong codes"
     return None
@@ -246,7 +246,7 @@ def prefill_linear(
         return y
     codes = workspace(x.device, n, k)
     q, scale = portable.quantize_rows(x, p.unsmoothing, rotation)
-    _expand(w, p, codes, path, config)
+    _expand(w, p, codes, path)
     if gemm is not None and out is None and x.dtype != torch.float32 and (bias is None or bias.dtype == x.dtype):
         return gemm(q, codes, scale, p.scale, bias, x.dtype)
     y = _output(x, n, out)
@@ -254,10 +254,10 @@ def prefill_linear(
     return y
 
 
-def _expand(w: DecodeWeight, p: PrefillWeight, out: Tensor, path: str, config: PrefillConfig) -> None:
+def _expand(w: DecodeWeight, p: PrefillWeight, out: Tensor, path: str) -> None:
     """`requantize_ref`'s codes to out: [N, K] int8."""
     if path == "cuda":
-        prefill_cuda.expand(w, p.rotation, p.index, p.inverse, p.smoothing, out, config)
+        prefill_cuda.expand(w, p.rotation, p.index, p.inverse, p.smoothing, out)
     else:
         from vllm_tilequant.kernels import prefill_triton
 

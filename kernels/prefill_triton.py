@@ -250,7 +250,7 @@ def _expand(
     unit = tl.zeros([64], tl.float32) + tl.load(factor_ptr + at * 8 + nt % 8) * 0.25
     if SMOOTH:
         unit = unit * tl.load(smoothing_ptr + kt * 64 + n)
-    q = _round_product(sums, unit[:, None] * tl.load(inverse_ptr + nt * 64 + n)[None, :], FUSED)
+    q = _round_product(sums * tl.load(inverse_ptr + nt * 64 + n)[None, :], tl.broadcast_to(unit[:, None], [64, 64]), FUSED)
     tl.store(out_ptr + (nt * 64 + n)[None, :].to(tl.int64) * (k_tiles * 64) + (kt * 64 + n)[:, None], q.to(tl.int8))
 
 

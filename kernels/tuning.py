@@ -101,16 +101,14 @@ class PrefillConfig:
 
     splits: CTAs of a cluster that share the input tiles in the short kernel, up to 16
     short_rows: rows up to which the short kernel is used, the expansion and one whole product beyond
-    expand_tiles: input tiles of one CTA of the expansion
     """
 
     splits: int = 1
-    short_rows: int = 256
-    expand_tiles: int = 8
+    short_rows: int = 32
 
     def __post_init__(self) -> None:
-        if not 1 <= self.splits <= 16 or self.expand_tiles < 1 or self.short_rows < 0:
-            raise ValueError(f"{self}: wanted splits 1 to 16, expand_tiles >= 1, short_rows >= 0")
+        if not 1 <= self.splits <= 16 or self.short_rows < 0:
+            raise ValueError(f"{self}: wanted splits 1 to 16, short_rows >= 0")
 
 
 @functools.cache
@@ -152,7 +150,8 @@ def tuned_prefill(gpu: str) -> dict[tuple[int, int], PrefillConfig]:
 
 def default_prefill_config(n: int, k: int, multiprocessors: int) -> PrefillConfig:
     """The documented default: of 1 to 8 splits (the portable cluster) those that leave the fewest multiprocessors idle in the
-    last wave of CTAs of 512 outputs, the fewest of equals, with two input tiles to a CTA at least."""
+    last wave of CTAs of 512 outputs, the fewest of equals, with two input tiles to a CTA at least. The short kernel up to 64
+    rows of a large weight, whose expansion takes long, up to 32 of others."""
     blocks = -(-n // 512)
 
     def busy(splits: int) -> float:
@@ -160,7 +159,7 @@ def default_prefill_config(n: int, k: int, multiprocessors: int) -> PrefillConfi
         return waves / -(-waves // 1)
 
     legal = [s for s in range(1, 9) if s == 1 or k // 64 >= 2 * s]
-    return PrefillConfig(max(legal, key=lambda s: (round(busy(s), 2), -s)))
+    return PrefillConfig(max(legal, key=lambda s: (round(busy(s), 2), -s)), 64 if n * k >= 2**26 else 32)
 
 
 @functools.cache

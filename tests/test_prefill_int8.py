@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cases import MAPS, SHAPES, TRANSFORMS, make_case, make_rows
 from tolerances import OUTPUT_RMS, poison_allocator, relative_rms
-from vllm_tilequant.kernels import decode_weight, prefill_int8, reference
+from vllm_tilequant.kernels import decode_weight, prefill_cuda, prefill_int8, reference
 from vllm_tilequant.kernels.layout import align_codes, rotate_inputs, rotation_table, to_device
 from vllm_tilequant.kernels.tuning import PrefillConfig, default_prefill_config, dump, tuned_prefill
 from vllm_tilequant.schema import PREFILL_ACTIVATIONS as ACTIVATIONS
@@ -18,7 +19,7 @@ from vllm_tilequant.schema import Transform
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: Short up to 40 rows, long beyond.
-CONFIG = PrefillConfig(splits=1, short_rows=40, expand_tiles=2)
+CONFIG = PrefillConfig(splits=1, short_rows=40)
 interpreted = pytest.mark.skipif(
     find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1", reason="Triton with TRITON_INTERPRET=1"
 )
@@ -59,7 +60,7 @@ def check(case, m, dtype, device, *, path, activation="token_smooth", smooth=Fal
         assert relative_rms(y, wanted) <= OUTPUT_RMS[str(dtype).removeprefix("torch.")]
     if gemm is None and not (short and device == "cpu"):  # numpy, which the interpreter un-rotates with, promises no order
         for row in {0, m // 2, m - 1}:  # alone, on the same side of the boundary
-            alone = PrefillConfig(config.splits, config.short_rows if short else 0, config.expand_tiles)
+            alone = PrefillConfig(config.splits, config.short_rows if short else 0)
             got = prefill_int8.prefill_linear(x[row : row + 1], w, p, b, **(kwargs | {"config": alone}))
             assert torch.equal(got[0], y[row]), f"row {row} differs alone"
 
@@ -351,6 +352,16 @@ def test_every_cut_of_the_short_kernel(splits):
         for m in (10, 20, 40, 100):
             config = PrefillConfig(splits, 128)
             check(make_case(*shape, "mixed2468"), m, torch.bfloat16, "cuda", path="cuda", config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("multiprocessors", [1, 3, 5, 40])
+def test_every_cut_of_the_expansion(multiprocessors, monkeypatch):
+    """CTAs that go on from one block of outputs to the next."""
+    monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda device: SimpleNamespace(count=multiprocessors))
+    for shape in ((1088, 1536), (1600, 64)):
+        for smooth in (False, True):
+            check(make_case(*shape, "mixed2468"), 41, torch.bfloat16, "cuda", path="cuda", smooth=smooth)
 
 
 @pytest.mark.gpu
