@@ -135,9 +135,8 @@ def compile_kernels(device: torch.device, dtype: torch.dtype, k: int, smooth: bo
     if device_path(device) == "cuda":
         prefill_cuda.compile_kernels(device, dtype)
     unsmoothing = torch.ones(k, dtype=torch.float32, device=device) if smooth else None
-    for rows in (1, prefill_triton.MANY_ROWS + 1):
-        x = torch.zeros(rows, k, dtype=dtype, device=device)
-        prefill_triton.quantize_rows(x, unsmoothing, rotation)
+    x = torch.zeros(1, k, dtype=dtype, device=device)
+    prefill_triton.quantize_rows(x, unsmoothing, rotation)
     prefill_triton.quantize_groups(x, rotation)
 
 

@@ -14,12 +14,15 @@ from torch import Tensor
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.reference import SMALLEST
 from vllm_tilequant.kernels.rotation import read_table, turn
+from vllm_tilequant.kernels.tuning import multiprocessors
 from vllm_tilequant.schema import TILE
 
 #: `quantize_groups` pads the rows of its scales to a multiple of this, so that a block of rows reads aligned vectors.
 ROW_PAD = 64
-#: Rows beyond which `quantize_rows` takes several to a block.
-MANY_ROWS = 1024
+#: Inputs up to which a block of `quantize_rows` holds a whole row in registers, 16 of them to a thread.
+WHOLE_ROW = 16384
+#: Threads of a multiprocessor that so many registers leave room for.
+_RESIDENT_THREADS = 1024
 #: Input tiles of one program of `quantize_groups`.
 GROUPS = 8
 _SMALLEST = tl.constexpr(SMALLEST)
@@ -50,18 +53,20 @@ def quantize_rows(x: Tensor, unsmoothing: Tensor | None, table: Tensor | None = 
     m, k = x.shape
     q = torch.empty(m, k, dtype=torch.int8, device=x.device)
     scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
-    rows, chunk, warps = row_blocks(m)
-    _quantize_rows[(-(-m // rows),)](
-        x, x if unsmoothing is None else unsmoothing, x if table is None else table, q, scale, m, x.stride(0), k,
-        ROWS=rows, CHUNK=chunk, SMOOTH=unsmoothing is not None, ROTATE=table is not None, FUSED=x.device.type == "cuda",
-        num_warps=warps,
-    )  # fmt: skip
+    smooth, on_gpu = unsmoothing is not None, x.device.type == "cuda"
+    if table is None and k <= WHOLE_ROW:
+        width = max(1024, triton.next_power_of_2(k))
+        at_once = multiprocessors(x.device).count * _RESIDENT_THREADS * 16 // width if on_gpu else 4
+        _quantize_whole_rows[(min(m, at_once),)](
+            x, unsmoothing if smooth else x, q, scale, m, x.stride(0), k,
+            WIDTH=width, SMOOTH=smooth, FUSED=on_gpu, num_warps=width // 512,
+        )  # fmt: skip
+    else:
+        _quantize_rows[(m,)](
+            x, unsmoothing if smooth else x, x if table is None else table, q, scale, x.stride(0), k,
+            CHUNK=4096, SMOOTH=smooth, ROTATE=table is not None, FUSED=on_gpu, num_warps=8,
+        )  # fmt: skip
     return q, scale
-
-
-def row_blocks(m: int) -> tuple[int, int, int]:
-    """Rows and inputs of a block of `quantize_rows`, and warps: more rows share what is read of the smoothing."""
-    return (1, 4096, 8) if m <= MANY_ROWS else (4, 1024, 8)
 
 
 def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor) -> None:
@@ -147,53 +152,87 @@ def _quantize_groups(
 
 
 @triton.jit
-def _read_rows(
-    x_ptr, unsmoothing_ptr, row, x_stride, k0, k, source, left, right,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, SMOOTH: tl.constexpr, ROTATE: tl.constexpr,
+def _read_chunk(
+    x_ptr, unsmoothing_ptr, k0, k, source, left, right, CHUNK: tl.constexpr, SMOOTH: tl.constexpr, ROTATE: tl.constexpr
 ):  # fmt: skip
-    """Inputs k0 .. k0 + CHUNK of some rows, smoothed or rotated: [ROWS, CHUNK] float32. row: [ROWS, 1] int64"""
+    """Inputs k0 .. k0 + CHUNK of the row at x_ptr, smoothed or rotated: [CHUNK] float32."""
     if ROTATE:
-        first = k0 + tl.arange(0, CHUNK // 64)[None, :, None] * 64  # of every group of 64
-        at = row[:, :, None] * x_stride + first + source[None, None, :]
-        v = tl.load(x_ptr + at, mask=tl.broadcast_to(first < k, [ROWS, CHUNK // 64, 64]), other=0.0).to(tl.float32)
-        v = turn(tl.reshape(v, [ROWS * CHUNK // 64, 64]), left, right, ROWS * CHUNK // 64)
-        x = tl.reshape(v, [ROWS, CHUNK])
+        first = k0 + tl.arange(0, CHUNK // 64)[:, None] * 64  # of every group of 64
+        inside = tl.broadcast_to(first < k, [CHUNK // 64, 64])
+        v = tl.load(x_ptr + first + source[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.reshape(turn(v, left, right, CHUNK // 64), [CHUNK])
     else:
-        c = k0 + tl.arange(0, CHUNK)[None, :]
-        x = tl.load(x_ptr + row * x_stride + c, mask=c < k, other=0.0).to(tl.float32)
+        c = k0 + tl.arange(0, CHUNK)
+        x = tl.load(x_ptr + c, mask=c < k, other=0.0).to(tl.float32)
         if SMOOTH:
             x = x * tl.load(unsmoothing_ptr + c, mask=c < k, other=0.0)
     return x
 
 
+@triton.jit
+def _largest(x):
+    """The bits of the largest magnitude: they compare as whole numbers, those of NaN above all."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+
+
+@triton.jit
+def _size(largest):
+    size = largest.to(tl.float32, bitcast=True)
+    return tl.where(size < _SMALLEST, _SMALLEST, size)
+
+
+@triton.jit
+def _row_codes(x, size, WIDTH: tl.constexpr, FUSED: tl.constexpr):
+    unit = tl.math.div_rn(tl.full([], 127.0, tl.float32), size)
+    return _round_product(x, tl.zeros([WIDTH], tl.float32) + unit, FUSED).to(tl.int8)
+
+
 @triton.jit(do_not_specialize=["m"])
-def _quantize_rows(
-    x_ptr, unsmoothing_ptr, table_ptr, q_ptr, scale_ptr, m, x_stride, k,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, SMOOTH: tl.constexpr, ROTATE: tl.constexpr, FUSED: tl.constexpr,
+def _quantize_whole_rows(
+    x_ptr, unsmoothing_ptr, q_ptr, scale_ptr, m, x_stride, k, WIDTH: tl.constexpr, SMOOTH: tl.constexpr, FUSED: tl.constexpr
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row = tl.where(rows < m, rows, 0)[:, None]
-    c = tl.arange(0, CHUNK)[None, :]
+    """Rows of at most WIDTH inputs, read once. A block takes every n-th of them, so that it reads the smoothing once."""
+    c = tl.arange(0, WIDTH)
+    inside = c < k
+    if SMOOTH:
+        by = tl.load(unsmoothing_ptr + c, mask=inside, other=0.0)
+    row = tl.program_id(0).to(tl.int64)
+    while row < m:
+        x = tl.load(x_ptr + row * x_stride + c, mask=inside, other=0.0).to(tl.float32)
+        if SMOOTH:
+            x = x * by
+        size = _size(_largest(x))
+        tl.store(q_ptr + row * k + c, _row_codes(x, size, WIDTH, FUSED), mask=inside)
+        tl.store(scale_ptr + row, tl.math.div_rn(size, tl.full([], 127.0, tl.float32)))
+        row += tl.num_programs(0)
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr, unsmoothing_ptr, table_ptr, q_ptr, scale_ptr, x_stride, k,
+    CHUNK: tl.constexpr, SMOOTH: tl.constexpr, ROTATE: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """A row of any length, read twice."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    c = tl.arange(0, CHUNK)
     if ROTATE:
         source, left, right = read_table(table_ptr)
     else:
         source, left, right = c, c, c
-    largest = tl.zeros([ROWS], tl.int32)
-    k0 = 0
-    while k0 < k:  # the bits of magnitudes compare as whole numbers, those of NaN above all
-        x = _read_rows(x_ptr, unsmoothing_ptr, row, x_stride, k0, k, source, left, right, ROWS, CHUNK, SMOOTH, ROTATE)
-        largest = tl.maximum(largest, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
-        k0 += CHUNK
-    size = largest.to(tl.float32, bitcast=True)
-    size = tl.where(size < _SMALLEST, _SMALLEST, size)
-    unit = tl.math.div_rn(tl.full([ROWS], 127.0, tl.float32), size)
+    largest = 0
     k0 = 0
     while k0 < k:
-        x = _read_rows(x_ptr, unsmoothing_ptr, row, x_stride, k0, k, source, left, right, ROWS, CHUNK, SMOOTH, ROTATE)
-        q = _round_product(x, tl.broadcast_to(unit[:, None], [ROWS, CHUNK]), FUSED).to(tl.int8)
-        tl.store(q_ptr + rows[:, None] * k + k0 + c, q, mask=(rows < m)[:, None] & (k0 + c < k))
+        x = _read_chunk(x_ptr, unsmoothing_ptr, k0, k, source, left, right, CHUNK, SMOOTH, ROTATE)
+        largest = tl.maximum(largest, _largest(x))
         k0 += CHUNK
-    tl.store(scale_ptr + rows, tl.math.div_rn(size, tl.full([ROWS], 127.0, tl.float32)), mask=rows < m)
+    size = _size(largest)
+    k0 = 0
+    while k0 < k:
+        x = _read_chunk(x_ptr, unsmoothing_ptr, k0, k, source, left, right, CHUNK, SMOOTH, ROTATE)
+        tl.store(q_ptr + row * k + k0 + c, _row_codes(x, size, CHUNK, FUSED), mask=k0 + c < k)
+        k0 += CHUNK
+    tl.store(scale_ptr + row, tl.math.div_rn(size, tl.full([], 127.0, tl.float32)))
 
 
 @triton.jit

@@ -170,10 +170,15 @@ def test_inputs_are_rotated_or_smoothed():
 def test_many_rows_are_quantised_alike():
     from vllm_tilequant.kernels import prefill_triton
 
-    x = make_rows(prefill_triton.MANY_ROWS + 3, 64, torch.bfloat16)
-    q, scale = prefill_triton.quantize_rows(x, None)
-    wanted, unit = reference.activation_token_ref(x)
-    assert torch.equal(q, wanted) and torch.equal(scale[:, 0], unit)
+    smoothing = draw_smoothing(1088)
+    for whole_row in (64, 1088):  # read twice and once
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prefill_triton, "WHOLE_ROW", whole_row)
+            for by in (None, smoothing):
+                x = make_rows(11, 1088, torch.bfloat16)
+                q, scale = prefill_triton.quantize_rows(x, None if by is None else 1 / by)
+                wanted, unit = reference.activation_token_ref(x, by)
+                assert torch.equal(q, wanted) and torch.equal(scale[:, 0], unit)
 
 
 @interpreted
