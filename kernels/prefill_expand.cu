@@ -26,9 +26,9 @@ struct Args {
 constexpr int THREADS = 256, STAGES = 3;
 constexpr int FACTOR_AT = STAGES * BLOCK_BYTES, SMOOTHING_AT = FACTOR_AT + STAGES * 32, META_AT = SMOOTHING_AT + STAGES * 256;
 
-__device__ __forceinline__ void load_step(const Args& args, u32 base, const uint2* meta, int slot, u32 at, int kt) {
-    load_planes<THREADS>(args.w.codes, *meta, at, base + slot * BLOCK_BYTES);
-    if (threadIdx.x < 2) copy16(base + FACTOR_AT + slot * 32 + threadIdx.x * 16, args.w.factor + (u64)at * 8 + threadIdx.x * 4, 16);
+__device__ __forceinline__ void load_step(const Args& args, const PlaneReader<THREADS>& planes, u32 base, int first, int s, int slot, const uint2* meta, int kt) {
+    planes.load(s, meta[s], slot);
+    if (threadIdx.x < 2) copy16(base + FACTOR_AT + slot * 32 + threadIdx.x * 16, args.w.factor + (u64)(first + s) * 8 + threadIdx.x * 4, 16);
     const int i = threadIdx.x - 32;
     if (args.smoothing && i >= 0 && i < 16) copy16(base + SMOOTHING_AT + slot * 256 + i * 16, args.smoothing + kt * 64 + i * 4, 16);
 }
@@ -112,13 +112,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) expand(const __grid_con
     const int first = blockIdx.x * args.steps_per_cta, steps = min(args.steps_per_cta, (args.w.n_tiles + 7) / 8 * k_tiles - first);
     const u32 base = shared_address(shared);
     uint2* meta = (uint2*)(shared + META_AT);
+    const PlaneReader<THREADS> planes(args.w.codes, first, base);
     let_next_start();
     for (int i = threadIdx.x; i < steps; i += THREADS) meta[i] = args.w.meta[first + i];
     if (!args.smoothing && threadIdx.x < STAGES * 64) ((float*)(shared + SMOOTHING_AT))[threadIdx.x] = 1;
     __syncthreads();
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
-        if (s < steps) load_step(args, base, meta + s, s, first + s, (first + s) % k_tiles);
+        if (s < steps) load_step(args, planes, base, first, s, s, meta, (first + s) % k_tiles);
         copy_commit();
     }
 
@@ -136,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) expand(const __grid_con
         copy_wait<STAGES - 2>();
         __syncthreads();  // step s is there, and everybody is through with step s - 1, whose place is the next to be filled
         const int ahead = s + STAGES - 1, to = slot == 0 ? STAGES - 1 : slot - 1;
-        if (ahead < steps) load_step(args, base, meta + ahead, to, first + ahead, kt_ahead);
+        if (ahead < steps) load_step(args, planes, base, first, ahead, to, meta, kt_ahead);
         copy_commit();
         kt_ahead = kt_ahead + 1 == k_tiles ? 0 : kt_ahead + 1;
         if (nt < args.w.n_tiles) {

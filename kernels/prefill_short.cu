@@ -28,6 +28,7 @@ struct Args {
 };
 
 constexpr int STAGES = TOKENS == 64 ? 4 : 3, THREADS = 256;
+constexpr u32 ODD = 128;  // from an even input's words to the next one's
 constexpr int X_BYTES = TOKENS * 64;                        // [TOKENS][64 inputs], 64-byte swizzle
 constexpr int RECEIVED = 532;                               // floats of a received row: [16 outputs of a word][33], and a shift of banks
 constexpr int RAW_AT = STAGES * X_BYTES, SCALE_AT = RAW_AT + STAGES * BLOCK_BYTES;
@@ -52,10 +53,9 @@ __device__ __forceinline__ void load_rows(const Args& args, u32 base, int slot, 
         copy16(base + SCALE_AT + slot * TOKENS * 4 + threadIdx.x * 16, args.scale + (long long)kt * args.scale_stride + first_row + threadIdx.x * 4, 16);
 }
 
-__device__ __forceinline__ void load_weight(const Args& args, u32 base, const uint2* meta, int slot, int kt, int block) {
-    const u32 at = block * args.w.k_tiles + kt;
-    load_planes<THREADS>(args.w.codes, *meta, at, base + RAW_AT + slot * BLOCK_BYTES);
-    if (threadIdx.x < 2) copy16(base + FACTOR_AT + slot * 32 + threadIdx.x * 16, args.w.factor + (long long)at * 8 + threadIdx.x * 4, 16);
+__device__ __forceinline__ void load_weight(const Args& args, const PlaneReader<THREADS>& planes, u32 base, u32 first, int s, int slot, const uint2* meta) {
+    planes.load(s, meta[s], slot);
+    if (threadIdx.x < 2) copy16(base + FACTOR_AT + slot * 32 + threadIdx.x * 16, args.w.factor + (u64)(first + s) * 8 + threadIdx.x * 4, 16);
 }
 
 // Words of one input tile -> codes of the group's two bytes: [byte][inputs u][output j of the byte]. `from`: of planes 0 and 1 at even
@@ -142,12 +142,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, TOKENS == 16 ? 2 : 1) shor
 
     const u32 base = shared_address(shared);
     uint2* meta = (uint2*)(shared + RING_BYTES);
-    for (int i = threadIdx.x; i < steps; i += THREADS) meta[i] = args.w.meta[block * args.w.k_tiles + begin + i];
+    const u32 first = block * args.w.k_tiles + begin;
+    const PlaneReader<THREADS> planes(args.w.codes, first, base + RAW_AT);
+    for (int i = threadIdx.x; i < steps; i += THREADS) meta[i] = args.w.meta[first + i];
     __syncthreads();
     // the weight may be read before the rows are there
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s)
-        if (s < steps) load_weight(args, base, meta + s, s, begin + s, block);
+        if (s < steps) load_weight(args, planes, base, first, s, s, meta);
     wait_for_inputs();
     let_next_start();
 #pragma unroll
@@ -158,10 +160,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, TOKENS == 16 ? 2 : 1) shor
 
     // this lane: word 8 w + g of the block, inputs 8 t + i + 4 (u & 1) + 32 (u >> 1), i = 0..3, of quad u
     const int tile = 2 * w + (g >> 2);
-    const u32 select = group ? 0x7362 : 0x5140, own = RAW_AT + base + 8 * t * 128 + (g & 3) * 4;
-    const u32 turn[2] = {twist(8 * t), twist(8 * t + 1)};
-    const u32 odd = 128;  // of input i = 1
-    const u32 from[2] = {own + (tile ^ turn[0]) * 16, own + odd + (tile ^ turn[1]) * 16};
+    u32 select = group ? 0x7362 : 0x5140, own = RAW_AT + base + 8 * t * 128 + (g & 3) * 4, before = (1u << tile) - 1, pair = 0x303u << 2 * w;
+    u32 turn = twist(8 * t);  // of even inputs; that of odd ones has bit 0 set
+    u32 from = own + (tile ^ turn) * 16, from_odd = own + ODD + (tile ^ turn ^ 1) * 16;
+    asm("" : "+r"(select), "+r"(own), "+r"(before), "+r"(pair), "+r"(turn), "+r"(from), "+r"(from_odd));  // kept, not computed at every step
     float total[4][TOKENS / 2];  // rows of a product: outputs 16 g + 4 (2 group + (m >> 1)) + 2 (m & 1) (+ 1) of the warp's 128
 #pragma unroll
     for (int m = 0; m < 4; ++m)
@@ -172,24 +174,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, TOKENS == 16 ? 2 : 1) shor
 #pragma unroll 1
     for (int s = 0; s < steps; ++s) {
         copy_wait<STAGES - 2>();
-        fence_shared_for_wgmma();
+        if (threadIdx.x < TOKENS * 4) fence_shared_for_wgmma();  // who copied rows
         __syncthreads();  // step s is there, and everybody is through with step s - 1, whose place is the next to be filled
         const int ahead = s + STAGES - 1, to = slot == 0 ? STAGES - 1 : slot - 1;
         if (ahead < steps) {
-            load_weight(args, base, meta + ahead, to, begin + ahead, block);
+            load_weight(args, planes, base, first, ahead, to, meta);
             load_rows(args, base, to, begin + ahead, first_row);
         }
         copy_commit();
 
         u32 code[2][4][4];
-        const u32 raw = slot * BLOCK_BYTES, masks = meta[s].y, pair = 3u << 2 * w;
-        const u32 here[2] = {from[0] + raw, from[1] + raw};
-        if ((masks | masks >> 8) & pair) {
-            const int rank2 = rank_in(masks & 255, tile), rank3 = rank_in(masks >> 8 & 255, tile);
+        const u32 raw = slot * BLOCK_BYTES, masks = meta[s].y;
+        const u32 here[2] = {from + raw, from_odd + raw};
+        if (masks & pair) {
+            const u32 turn2 = __popc(masks & before) ^ turn, turn3 = __popc(masks >> 8 & before) ^ turn;  // ranks of this tile
             const u32 at2 = own + raw + 2 * PLANE_BYTES, at3 = own + raw + 3 * PLANE_BYTES;
-            const u32 from2[2] = {at2 + (rank2 ^ turn[0]) * 16, at2 + odd + (rank2 ^ turn[1]) * 16};
-            const u32 from3[2] = {at3 + (rank3 ^ turn[0]) * 16, at3 + odd + (rank3 ^ turn[1]) * 16};
-            expand<true>(here, from2, from3, rank2 >= 0, rank3 >= 0, select, code);
+            u32 from2[2] = {at2 + turn2 * 16, at2 + ODD + (turn2 ^ 1) * 16};
+            u32 from3[2] = {at3 + turn3 * 16, at3 + ODD + (turn3 ^ 1) * 16};
+            asm("" : "+r"(from2[0]), "+r"(from2[1]), "+r"(from3[0]), "+r"(from3[1]));  // not computed again for every load
+            expand<true>(here, from2, from3, masks & before + 1, masks >> 8 & before + 1, select, code);
         } else {
             expand<false>(here, here, here, false, false, select, code);
         }
