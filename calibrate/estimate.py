@@ -6,6 +6,7 @@ the test holds them to within 30 %; times are rougher. On a GPU they are not che
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch import nn
 from vllm_tilequant.calibrate.allocation import narrow_tiles
 from vllm_tilequant.calibrate.capture import Group, find_groups
 from vllm_tilequant.calibrate.decode import DECODE_TOKENS
+from vllm_tilequant.calibrate.judging import TOKENS as JUDGED_TOKENS
 from vllm_tilequant.calibrate.progress import clock
 from vllm_tilequant.calibrate.scales import HISTOGRAM_ROWS
 from vllm_tilequant.calibrate.sensitivity import CHUNK_ELEMENTS
@@ -121,6 +123,7 @@ def estimate(
         "scores": 2 * weights + length * held + logits + 8 * products + 4 * largest + (weights if decode else 0),
         "codes": packed + hessians + inverse + 4 * _CODE_COPIES * largest,
         "saving": 2 * packed,
+        "check": packed + 12 * min(JUDGED_TOKENS, held_out * length) * vocabulary + 4 * _SCALE_COPIES * largest,
     }
     memory = {phase: model + kept + need + _BESIDE_BYTES for phase, need in beside.items()}
 
@@ -141,6 +144,9 @@ def estimate(
         "thresholds": 0.01 * len(groups) * len(settings.profiles) / 5,
         "check": held_out * (forward + 10 * len(settings.profiles) * length * sum(ks) / rates.passes),
     }
+    judged = min(JUDGED_TOKENS, held_out * length)  # at stored precision, and at four levels
+    seconds["check"] += judged * (3 * forward / length + 8 * weights / rates.float32)
+    seconds["check"] += math.ceil(judged / length) * 60 * weights / rates.passes
     seconds["scores"] += scored * len(linears) * _SCORE_OVERHEAD
     seconds["codes"] += sum(ks) * _CHANNEL_OVERHEAD if passes else 0
     if decode:

@@ -17,6 +17,7 @@ from torch import nn
 
 from vllm_tilequant.calibrate.capture import Batch
 from vllm_tilequant.calibrate.checkpoint import build_schema, untie_head, wrap_save_pretrained, write_dense_back
+from vllm_tilequant.calibrate.judging import Judge
 from vllm_tilequant.calibrate.pipeline import Calibration, Result
 from vllm_tilequant.calibrate.progress import Progress
 from vllm_tilequant.calibrate.report import complete, measured_bits
@@ -74,17 +75,21 @@ class TileQuantModifier(Settings, Modifier):
         take_over(state.model, self._linears)
         progress = self._progress or Progress()
         result = Calibration(state.model, self._linears, batches, self, progress=progress, work=self._work).run()
-        measured = None
+        measured = judge = None
         if self._held_out:
             with progress.phase("check"):
+                judge = Judge(state.model, self._held_out)
                 measured = measured_bits(state.model, self._linears, result, progress.track(self._held_out, "check"))
-            result.report["seconds"] = dict(progress.seconds)
         dense = [n for n, m in state.model.named_modules() if isinstance(m, nn.Linear) and n not in self._linears]
         self._schema = build_schema(result, self._linears, list(self.profiles), self.default_profile, dense)
-        facts = self._facts | {"settings": self.model_dump(include=set(Settings.model_fields))}
-        report = complete(result, self.profiles, measured, facts)
-        self._result = replace(result, report=report)
         write_dense_back(self._linears, result)
+        quality = None
+        if judge is not None:
+            with progress.phase("check", progress.seconds["check"]):
+                quality = judge.rows(self._linears, result, list(self.profiles), self.default_profile)
+            result.report["seconds"] = dict(progress.seconds)
+        facts = self._facts | {"settings": self.model_dump(include=set(Settings.model_fields)), "quality": quality}
+        self._result = replace(result, report=complete(result, self.profiles, measured, facts))
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         return True

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vllm_tilequant.calibrate.capture import Batch, Group, watch_inputs
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.kernels.reference import levels_ref
+from vllm_tilequant.schema import LEVELS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,10 +26,12 @@ def measured_bits(
 ) -> list[dict[str, Any]]:
     """Loaded bits per weight of every profile on text that the calibration has not seen, the model's own activations graded.
 
-    -> per profile {"average": over all weights, "layers": by input group}
+    -> per profile {"average": over all weights, "layers": by input group, "level_shares": share of channels at each level, each
+    weighted by the outputs that read it, "layer_level_shares": by input group, in the order of `LEVELS`}
     """
     rows = dict.fromkeys((g.name for g in result.groups), 0)
     read = {name: torch.zeros(len(t), dtype=torch.float64) for name, t in result.thresholds.items()}
+    taken = {name: torch.zeros(len(t), len(LEVELS), dtype=torch.float64) for name, t in result.thresholds.items()}
     bits = {g.name: torch.cat([result.weights[n].tile_bits for n in g.members]) for g in result.groups}
 
     def use(name: str, x: Tensor) -> None:
@@ -37,14 +40,23 @@ def measured_bits(
             x = layout.rotate_inputs(x, table.to(x.device))
         for i, thresholds in enumerate(result.thresholds[name]):
             levels = levels_ref(x, thresholds.to(x.device))
+            taken[name][i] += torch.bincount(levels.flatten() // 2, minlength=len(LEVELS)).cpu()
             read[name][i] += layout.loaded_code_bits(levels, bits[name].to(x.device)).sum().cpu()
 
     watch_inputs(model, {g.name: linears[g.name] for g in result.groups}, records, use)
     weights = {g.name: sum(linears[n].weight.numel() for n in g.members) for g in result.groups}
     per_row = {name: read[name] / rows[name] for name in read}
+    outputs = {g.name: sum(linears[n].out_features for n in g.members) for g in result.groups}
+    shares = torch.stack([taken[name] * outputs[name] for name in read]).sum(0)
+    shares /= shares.sum(1, keepdim=True)
     average = torch.stack(list(per_row.values())).sum(0) / sum(weights.values())
     return [
-        {"average": float(average[i]), "layers": {name: float(per_row[name][i]) / weights[name] for name in read}}
+        {
+            "average": float(average[i]),
+            "layers": {name: float(per_row[name][i]) / weights[name] for name in read},
+            "level_shares": dict(zip(map(str, LEVELS), shares[i].tolist(), strict=True)),
+            "layer_level_shares": {name: (taken[name][i] / taken[name][i].sum()).tolist() for name in read},
+        }
         for i in range(len(average))
     ]
 

@@ -89,7 +89,7 @@ class ScaleSearch:
         if self.settings.scales == "absmax":
             return quantize.absmax_scale(w, bits)
         h = self._channel_weight(name).to(w.device) if self.settings.scales == "activation" else None
-        return quantize.search_scale(w, bits, h, nested=bits != NARROW)
+        return quantize.search_scale(w, bits, h, nested=self.settings.nested_scales and bits != NARROW)
 
     def _choose_transforms(self, name: str) -> None:
         """Per output tile the transform with the least activation-weighted 4-bit error, the first among equals."""

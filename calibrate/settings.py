@@ -27,6 +27,8 @@ class Settings(BaseModel):
     output_seed: seed of that Hadamard, or the first of the seeds to choose from
     output_seeds: how many there are to choose from
     scales: `activation` (squared error weighted with E[x^2]), `mse` or `absmax`
+    nested_scales: weigh the error of a wide tile's scale with that of the same codes read at 4 bits (0.9 and 0.1), as most of
+        its channels are in decode steps; not with `absmax`
     codes: `gptq` (error feedback under the finished map) or `rtn` (round to nearest)
     propagation: what GPTQ takes for a linear's inputs: those behind the layers quantized before it, at stored precision
         (`static`) or graded at `propagation_bits` (`graded`: better at few loaded bits, worse at stored precision), so that its
@@ -72,6 +74,7 @@ class Settings(BaseModel):
     output_seed: int = 1
     output_seeds: int = Field(8, ge=1, le=256)
     scales: Literal["activation", "mse", "absmax"] = "activation"
+    nested_scales: bool = True
     codes: Literal["gptq", "rtn"] = "gptq"
     propagation: Literal["static", "graded", "off"] = "static"
     propagation_strength: float = Field(0.5, ge=0, le=1)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tiny import hashes, write_model
+from vllm_tilequant import evaluate as ev
 from vllm_tilequant.calibrate.data import batches, load_records
 from vllm_tilequant.calibrate.progress import Progress, clock
 from vllm_tilequant.calibrate.run import quantize
@@ -65,6 +66,7 @@ def test_measured_bits_are_those_of_the_held_out_records(quantized, model, text)
     (record,) = batches(load_records(text, tokenizer, samples=8, length=64).held_out)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     read = torch.zeros(len(report["profiles"]), dtype=torch.float64)
+    taken = torch.zeros(len(report["profiles"]), 5, dtype=torch.float64)
     weights = 0
     stored = {n: checkpoint.module(n) for n in checkpoint.schema.modules}
 
@@ -74,6 +76,7 @@ def test_measured_bits_are_those_of_the_held_out_records(quantized, model, text)
             x, own = args[0][0].float().abs(), stored[name]
             for i, thresholds in enumerate(own.thresholds):
                 level = sum((x > t).double() * 2 for t in thresholds)  # [rows, K]
+                taken[i] += torch.stack([(level == b).sum() for b in (0, 2, 4, 6, 8)]) * module.out_features
                 for tile in own.weight.tile_bits.double():
                     read[i] += 64 * torch.minimum(level, tile.repeat_interleave(64)).sum() / len(x)
             weights += module.weight.numel()
@@ -88,11 +91,45 @@ def test_measured_bits_are_those_of_the_held_out_records(quantized, model, text)
         assert said["measured"]["average"] == pytest.approx(float(read[i]) / weights, abs=1e-6), name
         assert abs(said["measured"]["average"] - said["target"]) < 0.25, name
         assert set(said["measured"]["layers"]) == set(checkpoint.schema.groups)
+        shares = said["measured"]["level_shares"]
+        assert list(shares) == ["0", "2", "4", "6", "8"]
+        assert list(shares.values()) == pytest.approx((taken[i] / taken[i].sum()).tolist(), abs=1e-6)
+        for name, share in said["measured"]["layer_level_shares"].items():
+            assert name in checkpoint.schema.groups and sum(share) == pytest.approx(1)
+
+
+def test_quality_is_that_of_the_packed_checkpoint_on_the_held_out_record(quantized, model, text):
+    rows = report_of(quantized)["quality"]
+    held_out = load_records(text, AutoTokenizer.from_pretrained(model), samples=8, length=64).held_out
+    ids = torch.tensor(held_out[0]["input_ids"])[None]
+    wanted = [ev.Configuration("off", "static", "none"), ev.Configuration("3.0", "graded", "group64")]
+    found = ev.evaluate(quantized, str(model), ids, wanted, dtype=torch.bfloat16)
+    assert len(rows) == 2
+    for said, judged in zip(rows, found, strict=True):
+        assert {k: said[k] for k in ("profile", "phase", "activation", "tokens")} == {
+            k: judged[k] for k in ("profile", "phase", "activation", "tokens")
+        }
+        for key in ("kl_milli", "kl_se", "kl_p99", "ppl", "ppl_reference"):  # sums in bfloat16, in another order
+            assert said[key] == pytest.approx(judged[key], rel=0.05), key
+        assert abs(said["top1"] - judged["top1"]) < 0.05
+    assert rows[0]["kl_milli"] < rows[1]["kl_milli"]
+
+
+def test_rotated_inputs_are_judged_as_they_are_served(model, text, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("input_rotation: 'on'\nw4_fraction: 0.0\ncodes: rtn\nnested_scales: false\n")
+    quantize(str(model), tmp_path / "tq", data=text, samples=8, length=32, seed=0, recipe=recipe)
+    static, graded = report_of(tmp_path / "tq")["quality"]
+    held_out = load_records(text, AutoTokenizer.from_pretrained(model), samples=8, length=32).held_out
+    ids = torch.tensor(held_out[0]["input_ids"])[None]
+    judged = ev.evaluate(tmp_path / "tq", str(model), ids, [ev.Configuration("3.0", "graded", "group64")], dtype=torch.bfloat16)
+    assert graded["kl_milli"] == pytest.approx(judged[0]["kl_milli"], rel=0.05) and static["kl_milli"] < graded["kl_milli"]
 
 
 def test_without_held_out_text_nothing_is_claimed(model, text, tmp_path):
     quantize(str(model), tmp_path / "tq", data=text, samples=2, length=32, seed=0)
     report = report_of(tmp_path / "tq")
+    assert report["quality"] is None
     assert all(p["measured"] is None for p in report["profiles"].values()) and report["data"]["held_out_records"] == 0
 
 

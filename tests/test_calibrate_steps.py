@@ -9,9 +9,11 @@ import yaml
 from torch import nn
 
 from cases import make_map
+from tiny import llama, records
 from vllm_tilequant.calibrate import quantize
 from vllm_tilequant.calibrate.allocation import allocate
 from vllm_tilequant.calibrate.capture import find_groups, watch_gradients, watch_inputs
+from vllm_tilequant.calibrate.pipeline import Calibration
 from vllm_tilequant.calibrate.sensitivity import rotate_gradient, tile_scores
 from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.calibrate.thresholds import (
@@ -377,3 +379,16 @@ def test_a_gradient_or_loss_that_is_not_finite_is_named():
     linears["block.o"].register_forward_hook(lambda m, args, out: out * float("nan"))
     with pytest.raises(ValueError, match="loss is not finite"):
         watch_gradients(model, linears, [batch], lambda *a: None)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_nested_scales_are_a_choice_for_wide_tiles(nested):
+    model, linears = llama(torch.float32)
+    run = Calibration(model, linears, records(), Settings(codes="rtn", scores="activation", nested_scales=nested))
+    run.run()
+    name = "model.layers.0.mlp.up_proj"
+    w, h = run.basis.weight(name), run._channel_weight(name)
+    for bits in (4, 8):
+        assert torch.equal(run.scales[name][bits], quantize.search_scale(w, bits, h, nested=nested and bits == 8))
+    other = quantize.search_scale(w, 8, h, nested=not nested)
+    assert not torch.equal(run.scales[name][8], other)

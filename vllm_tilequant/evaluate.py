@@ -179,7 +179,7 @@ def evaluate(
         common
         | {"profile": row.profile, "phase": row.phase, "activation": row.activation}
         | {"stored_bits": checkpoint.stored_bits(), "loaded_bits": s.counts.bits_per_weight}
-        | _statistics(torch.cat(s.kl))
+        | statistics(torch.cat(s.kl))
         | {
             "top1": s.same / ids.numel(),
             "ppl": math.exp(s.nll / predicted),
@@ -204,7 +204,7 @@ def describe_map(schema: QuantizationSchema) -> str:
     return ", ".join(f"{bits}: {counts[bits] / total:.1%}" for bits in sorted(counts) if counts[bits])
 
 
-def _statistics(kl: Tensor) -> dict[str, float]:
+def statistics(kl: Tensor) -> dict[str, float]:
     """[T] float64 nats -> mean, its standard error and 99th percentile in milli-nats."""
     rank = max(1, math.ceil(0.99 * kl.numel()))  # not torch.quantile: it refuses more than 2^24 values
     return {
