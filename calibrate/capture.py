@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_tilequant.calibrate.placing import input_device
+from vllm_tilequant.calibrate.placing import as_kept, input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -138,7 +138,8 @@ def observing_gradients(
     No weight gradient is ever made: all parameters are frozen, the graph starts at the embeddings. Raises `ValueError` when a
     gradient is not finite, with the module's name.
     """
-    frozen = [(p, p.requires_grad) for p in model.parameters()]
+    with as_kept(model):
+        frozen = [(p, p.requires_grad) for p in model.parameters()]
 
     def on_output(name: str) -> Callable:
         def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
@@ -203,8 +204,8 @@ def watch_gradients(
             mask = None if bool(valid.all()) else valid.flatten()
             inputs = model_inputs(batch, device)
             labels = inputs["input_ids"].masked_fill(~valid, -100)
-            calls = _layer_calls(model, layers, inputs)
-            with _layers_passed(calls):
+            calls = layer_calls(model, layers, inputs | {"use_cache": False})
+            with layers_passed(calls):
                 logits = model(**inputs, use_cache=False).logits
             token_loss(logits[:, :-1], labels[:, 1:]).backward()
             for call in reversed(calls):
@@ -212,7 +213,7 @@ def watch_gradients(
 
 
 @dataclass
-class _LayerCall:
+class LayerCall:
     """One decoder layer in one pass: what it was called with and returned. `leaf` stands for its output behind it."""
 
     layer: nn.Module
@@ -222,7 +223,7 @@ class _LayerCall:
     output: Tensor
     in_tuple: bool
     leaf: Tensor
-    after: _LayerCall | None = None
+    after: LayerCall | None = None
 
     def backward(self) -> None:
         """Run the layer again with a graph, and its backward pass from the gradient behind it."""
@@ -234,20 +235,20 @@ class _LayerCall:
 
 
 @torch.no_grad()
-def _layer_calls(model: PreTrainedModel, layers: Sequence[nn.Module], inputs: Batch) -> list[_LayerCall]:
-    """A pass without a graph, as the calls of its layers; none where these do not feed one another."""
-    calls: list[_LayerCall] = []
+def layer_calls(model: PreTrainedModel, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> list[LayerCall]:
+    """A pass without a graph, as the calls of its layers; none where these do not feed one another. inputs: of the model."""
+    calls: list[LayerCall] = []
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         rest = {k: v for k, v in kwargs.items() if k != "hidden_states"}
         y = output[0] if isinstance(output, tuple) else output
-        calls.append(_LayerCall(module, hidden.detach(), args[1:], rest, y, isinstance(output, tuple), y))
+        calls.append(LayerCall(module, hidden.detach(), args[1:], rest, y, isinstance(output, tuple), y))
 
     if not layers:
         return []
     with hooked(layer.register_forward_hook(note, with_kwargs=True) for layer in layers):
-        model.base_model(**inputs, use_cache=False)
+        model.base_model(**inputs)
     feeds = [a.output.shape == b.hidden.shape and torch.equal(a.output, b.hidden) for a, b in pairwise(calls)]
     if [c.layer for c in calls] != list(layers) or not all(feeds):
         return []
@@ -257,14 +258,14 @@ def _layer_calls(model: PreTrainedModel, layers: Sequence[nn.Module], inputs: Ba
 
 
 @contextmanager
-def _layers_passed(calls: list[_LayerCall]) -> Iterator[None]:
+def layers_passed(calls: list[LayerCall]) -> Iterator[None]:
     """Inside, layers hand on what they get, and the last one a leaf with the value it had returned: what follows can be run."""
     if not calls:
         yield
         return
     calls[-1].leaf = calls[-1].output.detach().requires_grad_()
 
-    def forward(call: _LayerCall) -> Callable:
+    def forward(call: LayerCall) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Any:
             y = call.leaf if call is calls[-1] else (args[0] if args else kwargs["hidden_states"])
             return (y,) if call.in_tuple else y

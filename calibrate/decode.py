@@ -7,14 +7,22 @@ the original weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from vllm_tilequant.calibrate.capture import Batch, hooked, observing_gradients, records, token_loss
+from vllm_tilequant.calibrate.capture import (
+    Batch,
+    hooked,
+    layer_calls,
+    layers_passed,
+    observing_gradients,
+    records,
+    token_loss,
+)
 from vllm_tilequant.calibrate.placing import input_device
 
 if TYPE_CHECKING:
@@ -79,12 +87,15 @@ def watch_decode(
     use: Callable[[str, Tensor, Tensor], None],
     *,
     scored: int,
+    layers: Sequence[nn.Module] = (),
 ) -> int:
     """Teacher-forced decode steps of every record; `use` gets (name, input [1, K], output gradient [1, N]) of scored ones.
 
     product: (name, x [M, K]) -> [M, N], the graded product. The prefix runs with the model's own weights (prompts are served
     at stored precision, which is close to them), all later tokens with `product`; the keys and values of earlier steps are
-    constants. Records are taken out of their batch without padding. Returns how many steps were scored.
+    constants. Records are taken out of their batch without padding. layers: the decoder layers, in order, where the weights of
+    all of them do not fit the device at once (a graph holds every weight that it was built with): each then runs twice, and its
+    backward pass follows at once. Returns how many steps were scored.
     """
     device = input_device(model)
     steps = 0
@@ -100,12 +111,39 @@ def watch_decode(
                         if at > done:  # steps between: each row of a graded product has its own levels, so one call serves
                             with torch.no_grad():
                                 model.base_model(input_ids=record[:, done:at], past_key_values=cache, use_cache=True)
-                        logits = model(input_ids=record[:, at : at + 1], past_key_values=cache, use_cache=True).logits
-                        token_loss(logits[:, -1], record[:, at + 1]).backward()
+                        _differentiate(model, record[:, at : at + 1], record[:, at + 1], cache, layers)
                         _detach(cache)
                         done = at + 1
                         steps += 1
     return steps
+
+
+def _differentiate(model: PreTrainedModel, token: Tensor, target: Tensor, cache: Any, layers: Sequence[nn.Module]) -> None:
+    """One step and its backward pass; the cache then holds it. token: [1, 1]; target: [1]."""
+    inputs = {"input_ids": token, "past_key_values": cache, "use_cache": True}
+    before = _state(cache)
+    calls = layer_calls(model, layers, inputs)
+    after = _state(cache)
+    _restore(cache, before)
+    with layers_passed(calls):
+        logits = model(**inputs).logits
+    token_loss(logits[:, -1], target).backward()
+    for call in reversed(calls):
+        _restore(cache, before)  # a layer that runs again must not find its own key there
+        call.backward()
+    if calls:
+        _restore(cache, after)
+
+
+def _state(cache: Any) -> list[dict[str, Any]]:
+    """What every layer's cache keeps. The tensors are never changed, only replaced by longer ones."""
+    return [dict(vars(layer)) for layer in cache.layers]
+
+
+def _restore(cache: Any, state: list[dict[str, Any]]) -> None:
+    for layer, kept in zip(cache.layers, state, strict=True):
+        vars(layer).clear()
+        vars(layer).update(kept)
 
 
 def _detach(cache: Any) -> None:

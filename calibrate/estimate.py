@@ -49,7 +49,7 @@ _HEADER_BYTES = 128  # of one tensor in a safetensors file
 
 @dataclass(frozen=True)
 class Estimate:
-    """memory: peak bytes by phase, the model included; working: the most of it beside the model; seconds by phase."""
+    """memory: peak bytes by phase, the model included; working: the most that a GPU must hold beside the model; seconds by phase."""
 
     memory: dict[str, int]
     working: int
@@ -125,6 +125,9 @@ def estimate(
         "saving": 2 * packed,
         "check": packed + 12 * min(JUDGED_TOKENS, held_out * length) * vocabulary + 4 * _SCALE_COPIES * largest,
     }
+    # On a GPU, what stays on the host or may go there: packed weights, and what scores need of all weights at once.
+    away = {"scores": (3 if decode else 2) * weights, "codes": packed, "saving": 2 * packed, "check": packed}
+    working = max(need - away.get(phase, 0) for phase, need in beside.items())
     memory = {phase: model + kept + need + _BESIDE_BYTES for phase, need in beside.items()}
 
     forward = 2 * weights * length / rates.model  # seconds of one record
@@ -158,7 +161,7 @@ def estimate(
         steps = settings.search_candidates * len(settings.profiles) * scored
         seconds["thresholds"] += steps * DECODE_TOKENS * 8 * weights / rates.passes
     stored = 8 * packed / weights
-    return Estimate(memory, max(beside.values()), seconds, output, stored, narrow, tiles, len(groups))
+    return Estimate(memory, working, seconds, output, stored, narrow, tiles, len(groups))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from vllm_tilequant.calibrate.allocation import NARROW, allocate, narrow_tiles, 
 from vllm_tilequant.calibrate.basis import Basis
 from vllm_tilequant.calibrate.capture import Batch, Group, find_groups, token_mask, watch_inputs
 from vllm_tilequant.calibrate.moments import Moments
-from vllm_tilequant.calibrate.placing import Held, device_of
+from vllm_tilequant.calibrate.placing import Held, device_of, offloaded
 from vllm_tilequant.calibrate.progress import Progress
 from vllm_tilequant.calibrate.scales import FORMS, InputStatistics, ScaleSearch
 from vllm_tilequant.calibrate.search import graded_candidates, search_thresholds
@@ -189,7 +189,7 @@ class Calibration:
         self.deltas = self._deltas(batches)
         prefill, self.output_weight = sensitivity.prefill_scores(
             self.model, self.linears, self._progress(batches, "prefill scores"), matrices, self.deltas, self.basis.inputs,
-            [block.module for block in find_blocks(self.model, self.groups)[0]],
+            self._layers,
         )  # fmt: skip
         if self.settings.max_bits == NARROW:  # nothing to choose, and W4 - wide is zero
             self.tile_bits = self._wide_map()
@@ -222,6 +222,7 @@ class Calibration:
         return sensitivity.decode_scores(
             self.model, self.linears, self._progress(batches, "decode scores"), self.deltas, weights, thresholds,
             scored=self.settings.score_steps, seen=self.basis.inputs,
+            layers=self._layers if any(offloaded(m) for m in self.linears.values()) else (),
         )  # fmt: skip
 
     @torch.no_grad()
@@ -403,6 +404,10 @@ class Calibration:
         for name in names:
             deltas.put(name, self._delta(name))
         return deltas
+
+    @property
+    def _layers(self) -> list[nn.Module]:
+        return [block.module for block in find_blocks(self.model, self.groups)[0]]
 
     @property
     def _largest_group(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -16,6 +17,24 @@ def device_of(module: nn.Module) -> torch.device:
     """Where a module computes. Of an offloaded one, the device that its weight is brought to, without bringing it."""
     onload = getattr(module._parameters, "onload_device", None)  # compressed-tensors' OffloadCache
     return next(module.parameters()).device if onload is None else torch.device(onload)
+
+
+def offloaded(module: nn.Module) -> bool:
+    """Whether a module's weight is brought from another device whenever it runs."""
+    kept = getattr(module._parameters, "offload_device", None)  # "disk", too
+    return kept is not None and torch.device(device_of(module)).type != getattr(kept, "type", str(kept).partition(":")[0])
+
+
+@contextmanager
+def as_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters of an offloaded model are the ones that are kept: asked for otherwise, each is a copy on the GPU."""
+    if not any(hasattr(m._parameters, "onload_device") for m in model.modules()):
+        yield
+        return
+    from compressed_tensors.offload import disable_onloading  # there is no offloading without it
+
+    with disable_onloading():
+        yield
 
 
 def input_device(model: Any) -> torch.device:

@@ -106,11 +106,12 @@ def decode_scores(
     *,
     scored: int,
     seen: Seen = as_they_are,
+    layers: Sequence[nn.Module] = (),
 ) -> Scores:
     """Tile scores of decode steps under the graded product of `weights` (all tiles wide).
 
     deltas as in `prefill_scores`; thresholds: module -> [4] float32, both on the weight's device
-    scored: steps of a record
+    scored: steps of a record; layers: see `watch_decode`
     """
     scores = _no_scores(linears, deltas)
 
@@ -125,7 +126,7 @@ def decode_scores(
             g = rotate_gradient(gradient.float(), weights[name].matrices)
             scores[name] += tile_scores(seen(name, x).float(), g, deltas[name].float(), thresholds[name][0]).cpu()
 
-    watch_decode(model, linears, batches, product, use, scored=scored)
+    watch_decode(model, linears, batches, product, use, scored=scored, layers=layers)
     return scores
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from tiny import llama, records
 from vllm_tilequant.calibrate import placing
+from vllm_tilequant.calibrate.capture import observing_gradients
 from vllm_tilequant.calibrate.pipeline import Calibration
 from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.checkpoint.verify import verify
@@ -91,4 +92,25 @@ def test_the_device_of_an_offloaded_linear_is_known_without_bringing_it(monkeypa
     monkeypatch.setattr(type(linear._parameters), "onload", None)  # bringing would fail
     with pytest.raises(TypeError):
         linear.weight  # noqa: B018
-    assert placing.device_of(linear).type in ("meta", "cuda")
+    assert placing.device_of(linear).type in ("meta", "cuda") and placing.offloaded(linear)
+    here = nn.Linear(64, 64)
+    assert not placing.offloaded(here)
+    offload_module(here, "cpu", "cpu")
+    assert not placing.offloaded(here)
+
+
+def test_gradients_of_an_offloaded_model_bring_no_copy_of_it():
+    """Every layer's weight is a copy while it runs; the list of frozen parameters must hold those that are kept."""
+    from compressed_tensors.offload import disable_onloading, offload_module
+
+    model, linears = llama(torch.float32)
+    for m in list(model.modules()):
+        if m._parameters:
+            offload_module(m, "cpu", "cpu")
+    with disable_onloading():
+        kept = list(model.parameters())
+    seen = []
+    with observing_gradients(model, linears, lambda name, x, g: seen.append(name)):
+        assert not any(p.requires_grad for p in kept)
+        model(records()[0]["input_ids"], use_cache=False).logits.sum().backward()
+    assert set(seen) == set(linears) and all(p.grad is None for p in kept) and all(p.requires_grad for p in kept)

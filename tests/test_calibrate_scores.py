@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tiny import llama, records
-from vllm_tilequant.calibrate import decode, quantize, sensitivity
+from vllm_tilequant.calibrate import capture, decode, quantize, sensitivity
 from vllm_tilequant.calibrate.pipeline import Calibration
 from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.calibrate.thresholds import GroupStatistics, Histogram, optimal_thresholds
@@ -283,3 +283,43 @@ def test_provisional_statistics_use_the_histogram_of_the_group(scored):
     assert isinstance(run.statistics[group.name], GroupStatistics)
     assert isinstance(run.inputs[group.name][False].histogram, Histogram)
     assert optimal_thresholds({group.name: run.statistics[group.name]}, 2.0)[group.name].shape == (4,)
+
+
+@pytest.mark.parametrize("scored_steps", [1, 4])
+def test_decode_scores_layer_by_layer_are_those_of_one_graph(scored, scored_steps, monkeypatch):
+    """As on a GPU that cannot hold all weights: each layer runs twice, the cache between them as it was."""
+    run, seen = scored
+    model, linears = llama()
+    again, backward = [], capture.LayerCall.backward
+    monkeypatch.setattr(capture.LayerCall, "backward", lambda call: again.append(call.layer) or backward(call))
+    found = []
+    for layers in ((), list(model.model.layers)):
+        found.append(
+            sensitivity.decode_scores(
+                model,
+                linears,
+                run.batches,
+                seen["deltas"],
+                seen["weights"],
+                seen["thresholds"],
+                scored=scored_steps,
+                layers=layers,
+            )
+        )
+    for name, whole in found[0].items():
+        assert torch.allclose(whole, found[1][name], rtol=1e-9) and bool(whole.any()), name
+    assert again == [*reversed(model.model.layers)] * (scored_steps * len(run.batches))
+    if scored_steps == 4:
+        for name, s in seen["decode"].items():
+            assert torch.allclose(s, found[1][name], rtol=1e-9), name
+
+
+def test_an_offloaded_model_is_scored_layer_by_layer(monkeypatch):
+    calls = []
+    original = sensitivity.decode_scores
+    monkeypatch.setattr(sensitivity, "decode_scores", lambda *a, **k: calls.append(k["layers"]) or original(*a, **k))
+    for away in (False, True):
+        monkeypatch.setattr("vllm_tilequant.calibrate.pipeline.offloaded", lambda m, away=away: away)
+        model, linears = llama()
+        Calibration(model, linears, records(), Settings(scores="decode", codes="rtn")).run()
+    assert [list(c) for c in calls] == [[], list(model.model.layers)]
