@@ -49,7 +49,11 @@ _HEADER_BYTES = 128  # of one tensor in a safetensors file
 
 @dataclass(frozen=True)
 class Estimate:
-    """memory: peak bytes by phase, the model included; working: the most that a GPU must hold beside the model; seconds by phase."""
+    """What a calibration needs.
+
+    memory: peak bytes by phase, the model included; seconds: by phase
+    working: the most that a GPU must hold beside the model, where all that can be is on the host
+    """
 
     memory: dict[str, int]
     working: int
