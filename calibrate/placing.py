@@ -53,10 +53,11 @@ def room(device: torch.device) -> int:
     """Bytes that this process may still allocate on a GPU; no bound elsewhere, where nothing is ever moved away."""
     if device.type != "cuda":
         return 1 << 62
-    free, total = torch.cuda.mem_get_info(device)
-    allocated = torch.cuda.memory_allocated(device)
-    limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)  # not in every torch
-    return min(free + torch.cuda.memory_reserved(device) - allocated, int(limit * total) - allocated)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free, total = torch.cuda.mem_get_info(index)
+    allocated = torch.cuda.memory_allocated(index)
+    limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)(index)  # not in every torch
+    return min(free + torch.cuda.memory_reserved(index) - allocated, int(limit * total) - allocated)
 
 
 class Held(Mapping[str, T]):
