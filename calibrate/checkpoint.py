@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vllm_tilequant import schema as s
 from vllm_tilequant.calibrate.pipeline import Result
 from vllm_tilequant.checkpoint.card import CALIBRATION, origin, write_card
+from vllm_tilequant.checkpoint.files import Tensors, read_headers
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.kernels.portable import dequantize
 
@@ -70,6 +71,7 @@ def wrap_save_pretrained(model: PreTrainedModel, packed: Callable[[], tuple[Resu
             inner(save_directory, *args, save_compressed=False, **kwargs)
             return
         kwargs.setdefault("max_shard_size", SHARD_BYTES)
+        restore_norms(model)
         result, schema = packed()
         group_of = {member: g.name for g in result.groups for member in g.members}
         modules = dict(model.named_modules())
@@ -96,6 +98,30 @@ def wrap_save_pretrained(model: PreTrainedModel, packed: Callable[[], tuple[Resu
 
     save_pretrained._overridden = True  # type: ignore[attr-defined]  # what llm-compressor looks for
     model.save_pretrained = save_pretrained  # type: ignore[assignment, method-assign]
+
+
+@torch.no_grad()
+def restore_norms(model: PreTrainedModel) -> None:
+    """Put the source's own weights back into norms that multiply by 1 + weight (Gemma's), where these were only rounded.
+
+    llm-compressor replaces such norms while it works by ones with the sum as their weight, and subtracts 1 at the end: both in
+    the model's dtype. A norm that a modifier has changed stays as it is; so does all of a model that came from no folder.
+    """
+    folder = Path(model.config.name_or_path or "unknown")
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return
+    from compressed_tensors.offload import update_offload_parameter
+
+    source = Tensors(folder, read_headers(folder, strangers=True))
+    for name, module in model.named_modules():
+        key = f"{name}.weight"
+        if not type(module).__name__.endswith("Norm") or list(module._parameters) != ["weight"] or key not in source.headers:
+            continue
+        ours = module.weight.detach()
+        theirs = source.tensor(key).to(ours.device, ours.dtype)  # type: ignore[call-overload]
+        rounded = ((1 + theirs.float()).to(ours.dtype).float() - 1).to(ours.dtype)
+        if torch.equal(rounded, ours) and not torch.equal(theirs, ours):
+            update_offload_parameter(module, "weight", theirs)
 
 
 def untie_head(model: PreTrainedModel, linears: dict[str, nn.Linear]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from llmcompressor import oneshot
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
 
 from tiny import hashes, write_model
 from toy import write_tokenizer
@@ -176,3 +176,25 @@ def test_weights_that_are_not_finite_are_named(model, text, tmp_path):
 
 def test_the_bundled_text_is_there_and_long_enough():
     assert len(bundled_text().read_text().split()) > 5000
+
+
+def test_norms_of_one_plus_weight_are_stored_as_in_the_source(text, tmp_path):
+    """llm-compressor takes them through the sum and back in bfloat16."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
+        vocab_size=256,
+    )  # fmt: skip
+    network = Gemma3ForCausalLM(config)
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            if "norm" in name:
+                p.normal_().mul_(0.1)
+    network.to(torch.bfloat16).save_pretrained(tmp_path / "gemma")
+    write_tokenizer(tmp_path / "gemma", 256)
+    quantize(str(tmp_path / "gemma"), tmp_path / "tq", data=text, samples=2, length=64, seed=0)
+    checkpoint, source = Checkpoint.open(tmp_path / "tq"), network.state_dict()
+    names = [n for n in checkpoint.dense_names if "norm" in n]
+    assert len(names) == 13
+    for name in names:
+        assert torch.equal(checkpoint.tensor(name), source[name]), name
