@@ -61,7 +61,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     """The short part of what the calibration says of itself."""
     report = read_json_object(folder, CALIBRATION)
     profiles = {n: p | {"measured": p["measured"] and p["measured"]["average"]} for n, p in report["profiles"].items()}
-    kept = ("source", "stored_bits", "calibration_tokens", "seconds", "peak_memory_bytes")
+    kept = ("source", "stored_bits", "calibration_tokens", "seconds", "peak_memory_bytes", "quality")
     return {k: report[k] for k in kept} | {"profiles": profiles, "report": str(folder / CALIBRATION)}
 
 
