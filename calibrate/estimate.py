@@ -18,6 +18,7 @@ import psutil
 import torch
 from torch import nn
 
+from vllm_tilequant.calibrate import smoothing
 from vllm_tilequant.calibrate.allocation import narrow_tiles
 from vllm_tilequant.calibrate.capture import Group, find_groups
 from vllm_tilequant.calibrate.decode import DECODE_TOKENS
@@ -26,8 +27,6 @@ from vllm_tilequant.calibrate.progress import clock
 from vllm_tilequant.calibrate.scales import HISTOGRAM_ROWS
 from vllm_tilequant.calibrate.sensitivity import CHUNK_ELEMENTS
 from vllm_tilequant.calibrate.settings import Settings
-from vllm_tilequant.calibrate.smoothing import CANDIDATES
-from vllm_tilequant.calibrate.smoothing import ROWS as SMOOTHING_ROWS
 from vllm_tilequant.calibrate.thresholds import BINS
 from vllm_tilequant.schema import TILE
 
@@ -129,8 +128,12 @@ def estimate(
         "saving": 2 * packed,
         "check": packed + 12 * min(JUDGED_TOKENS, held_out * length) * vocabulary + 4 * _SCALE_COPIES * largest,
     }
+    seen = min(smoothing.ROWS, records * length)
+    if settings.prefill_smoothing == "search":  # rows of all inputs wait on the host, those of one are looked at
+        beside["thresholds"] = packed + seen * (2 * sum(ks) + 24 * max(ks)) + length * (activations // len(groups))
     # On a GPU, what stays on the host or may go there: packed weights, and what scores need of all weights at once.
     away = {"scores": (3 if decode else 2) * weights, "codes": packed, "saving": 2 * packed, "check": packed}
+    away["thresholds"] = packed + 2 * seen * sum(ks)
     working = max(need - away.get(phase, 0) for phase, need in beside.items())
     memory = {phase: model + kept + need + _BESIDE_BYTES for phase, need in beside.items()}
 
@@ -159,8 +162,9 @@ def estimate(
     if decode:
         seconds["scores"] += scored * (forward + DECODE_TOKENS * 8 * weights / rates.passes)
     if settings.prefill_smoothing == "search":
-        each = 2 * (SMOOTHING_ROWS + TILE) / rates.float32 + 10 / rates.passes  # of a weight and candidate
-        seconds["thresholds"] += (len(CANDIDATES) + 1) * each * weights + 4 * forward
+        tried = len(smoothing.CANDIDATES) + 2
+        seconds["thresholds"] += min(records, smoothing.RECORDS) * forward + 2 * seen * weights / rates.float32
+        seconds["thresholds"] += tried * (8 * weights + 10 * seen * sum(ks)) / rates.passes
     if settings.thresholds == "search":
         steps = settings.search_candidates * len(settings.profiles) * scored
         seconds["thresholds"] += steps * DECODE_TOKENS * 8 * weights / rates.passes

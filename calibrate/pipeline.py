@@ -370,7 +370,7 @@ class Calibration:
             return {}
         squares = {g.name: self._inputs(g).squares / self.tokens for g in groups}
         found, self.report["smoothing"] = search_all(
-            self.model, self.linears, groups, self.weights, self.basis.matrices, squares,
+            self.model, self.linears, groups, self.weights, self.basis.matrices, squares, self.output_weight,
             self.batches[:SMOOTHING_RECORDS],
         )  # fmt: skip
         return found
