@@ -82,6 +82,18 @@ def test_statistics_are_those_of_plain_torch(toy, monkeypatch):
     assert math.log(row["ppl"]) == pytest.approx(float(nll), rel=1e-6)
 
 
+def test_what_a_row_adds_is_taken_position_by_position(toy):
+    folder, dense, ids = toy
+    rows = [ev.Configuration("off", "static", a) for a in ("group64", "none", "token_smooth")]
+    got = ev.evaluate(folder, dense, ids, rows, batch=6)
+    assert (got[1]["kl_over_static"], got[1]["kl_over_static_se"]) == (0, 0)
+    for row in (got[0], got[2]):
+        assert row["kl_over_static"] == pytest.approx(row["kl_milli"] - got[1]["kl_milli"], abs=1e-9)
+        assert row["kl_over_static_se"] > 0
+    (alone,) = ev.evaluate(folder, dense, ids, rows[:1], batch=6)
+    assert alone["kl_over_static"] is None and alone["kl_over_static_se"] is None
+
+
 def test_progress_counts_every_step(toy):
     calls = []
     run(toy, ["3.0"], batch=4, progress=lambda done, total, seconds: calls.append((done, total)))

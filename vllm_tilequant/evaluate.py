@@ -132,7 +132,9 @@ def evaluate(
     ids: [windows, window] int64; batch: windows at once (None: by the size of the logits)
     progress: called with (configurations done, of, seconds) counted over all batches
     Returns one "quality row" per configuration, in the order given; `kl_milli`, `kl_se` and `kl_p99` in milli-nats, taken over
-    all positions; `ppl` over the predicted tokens of each window; `loaded_bits` counted while running.
+    all positions; `kl_over_static` and `kl_over_static_se` the same of the difference to the first static row with activation
+    `none`, position by position (None where there is none); `ppl` over the predicted tokens of each window; `loaded_bits`
+    counted while running.
     """
     device = torch.device(device)
     checkpoint = Checkpoint.open(folder)
@@ -175,11 +177,14 @@ def evaluate(
         "recipe": checkpoint.schema.producer.get("recipe_name"),
         "map": describe_map(checkpoint.schema),
     }
+    plain = (torch.cat(s.kl) for row, s in zip(rows, sums, strict=True) if (row.phase, row.activation) == ("static", "none"))
+    static = next(plain, None)
     return [
         common
         | {"profile": row.profile, "phase": row.phase, "activation": row.activation}
         | {"stored_bits": checkpoint.stored_bits(), "loaded_bits": s.counts.bits_per_weight}
         | statistics(torch.cat(s.kl))
+        | _over(torch.cat(s.kl), static)
         | {
             "top1": s.same / ids.numel(),
             "ppl": math.exp(s.nll / predicted),
@@ -212,6 +217,14 @@ def statistics(kl: Tensor) -> dict[str, float]:
         "kl_se": 1e3 * float(kl.std()) / math.sqrt(kl.numel()),
         "kl_p99": 1e3 * float(kl.kthvalue(rank).values),
     }
+
+
+def _over(kl: Tensor, static: Tensor | None) -> dict[str, float | None]:
+    """What a row adds to another of the same positions, in milli-nats: much surer than the difference of two means."""
+    if static is None:
+        return {"kl_over_static": None, "kl_over_static_se": None}
+    added = statistics(kl - static)
+    return {"kl_over_static": added["kl_milli"], "kl_over_static_se": added["kl_se"]}
 
 
 def _shares(counts: hf.ReadCounts) -> dict[str, float] | None:
