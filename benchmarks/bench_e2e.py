@@ -164,9 +164,8 @@ def run_engine(options: dict[str, Any], output: Path) -> None:
 
     rows: list[dict[str, Any]] = []
     for profile in work["profiles"]:
-        bits = {}
+        bits, factor = {}, 1.0
         if profile is not None:
-            factor = 1.0
             for _ in range(2):  # other thresholds give other activations
                 llm.collective_rpc("use_profile", args=(profile, factor))
                 count(1, found := [0.25, 4.0])
@@ -180,7 +179,7 @@ def run_engine(options: dict[str, Any], output: Path) -> None:
             first = seconds(batch, work["prompt"], 1, work["repeats"])
             whole = seconds(batch, work["prompt"], work["output"] + 1, work["repeats"])
             row = common | {"batch": batch, "ttft_ms": 1e3 * first, "tpot_ms": 1e3 * (whole - first) / work["output"]}
-            rows.append(row | {"loaded_bits": bits.get(batch), "one_row_bits": bits.get(1)})
+            rows.append(row | {"loaded_bits": bits.get(batch), "one_row_bits": bits.get(1), "threshold_factor": factor})
     seconds(1, work["long"], 1, 1)
     first = seconds(1, work["long"], 1, work["repeats"])
     row = {"profile": profile, "batch": 1, "prompt": work["long"], "output": 1}

@@ -6,6 +6,7 @@ A job names a folder, options for `vllm.LLM` and prompts; the result has greedy 
 asked for beside, or the error. Not imported by tests: they start it as a process of its own.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -14,6 +15,19 @@ import traceback
 from pathlib import Path
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # engine and worker in this process
+
+
+def compiled(worker):
+    """How often each of our kernels was compiled in this process: by NVRTC, and the variants that Triton holds."""
+    from vllm_tilequant.kernels import decode_bitplane, prefill_cuda
+
+    made = (decode_bitplane._module, prefill_cuda._short_module, prefill_cuda._expand_module)
+    counts = {function.__name__: function.cache_info().misses for function in made}
+    for name in ("activation_int8", "decode_triton", "prefill_triton", "rotation"):
+        for key, kernel in vars(importlib.import_module(f"vllm_tilequant.kernels.{name}")).items():
+            if hasattr(kernel, "device_caches"):
+                counts[f"{name}.{key}"] = sum(len(caches[0]) for caches in kernel.device_caches.values())
+    return counts
 
 
 def run(job):
@@ -40,6 +54,23 @@ def run(job):
             )
         elif step == "reload":
             llm.collective_rpc("reload_weights")
+        elif step == "reload other":
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": job["other"]})
+        elif step == "compiled":
+            out.setdefault("compiled", []).append(llm.collective_rpc(compiled)[0])
+        elif step == "every batch":
+            few = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+            for rows in job["batches"]:
+                llm.generate([{"prompt_token_ids": [5 + i]} for i in range(rows)], few, use_tqdm=False)
+            llm.generate([{"prompt_token_ids": [7] * job["long"]}], few, use_tqdm=False)
+        elif step == "sleep 1":
+            llm.sleep(level=1)
+            llm.wake_up()
+        elif step == "sleep 2":
+            llm.sleep(level=2)
+            llm.wake_up(tags=["weights"])
+            llm.collective_rpc("reload_weights")
+            llm.wake_up(tags=["kv_cache"])
         elif step == "save":
             llm.collective_rpc("save_sharded_state", kwargs={"path": job["save"]})
     out["metrics"] = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
@@ -57,8 +88,10 @@ def child(job, pipe):
 
 
 if __name__ == "__main__":
+    import torch
     import vllm  # noqa: F401 - what the forks share
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    importlib.import_module(f"vllm.v1.worker.{'gpu' if torch.version.cuda else 'cpu'}_worker")
 
     context = multiprocessing.get_context("fork")
     results = {}

@@ -25,7 +25,7 @@ from serving import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cases import make_map
-from toy import TRANSFORMS, quantize_tensor, write_tokenizer, write_toy
+from toy import TRANSFORMS, quantize_tensor, write_other, write_tokenizer, write_toy
 from vllm_tilequant import schema as s
 from vllm_tilequant.hf import load_dense
 from vllm_tilequant.kernels import layout
@@ -42,6 +42,12 @@ NGRAM = {
     }
 }
 LONG = 24
+
+
+def drafted_by(folder):
+    return {"speculative_config": {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}}
+
+
 #: Prompts beyond the graded limit, so that a step that shares out its rows differently still runs them at stored precision.
 LONGER = PROMPTS[:3]
 ADAPTED = {"self_attn.q_proj": 8, "self_attn.o_proj": 8, "mlp.up_proj": 8, "mlp.down_proj": 8}
@@ -149,7 +155,21 @@ def folded(folder):
 
 
 @pytest.fixture(scope="module")
-def results(folder, adapter, folded):
+def other(folder):
+    return write_other(folder, folder.with_name("other"))
+
+
+@pytest.fixture(scope="module")
+def dense(folder):
+    """The toy's weights at stored precision, as an ordinary model."""
+    path = folder.with_name("dense")
+    load_dense(folder).save_pretrained(path)
+    write_tokenizer(path, PARALLEL_TOY["vocab"])
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(folder, adapter, folded, other, dense):
     toy, twice = str(folder), LONGER[0] + LONGER[1]
     jobs = {
         "alone": dict(prompts=PROMPTS, new=LONG),
@@ -160,6 +180,11 @@ def results(folder, adapter, folded):
         "cached": dict(prompts=[twice, twice], options=OFF | {"enable_prefix_caching": True, "block_size": 32}),
         "drafts": dict(prompts=PROMPTS, new=LONG, options=NGRAM),
         "drafts, off": dict(prompts=PROMPTS, new=LONG, options=NGRAM | OFF),
+        "dense": dict(folder=str(dense), prompts=PROMPTS, new=LONG),
+        "dense, quantized draft": dict(folder=str(dense), prompts=PROMPTS, new=LONG, options=drafted_by(folder)),
+        "dense draft": dict(prompts=PROMPTS, new=LONG, options=drafted_by(dense)),
+        "dense draft, off": dict(prompts=PROMPTS, new=LONG, options=drafted_by(dense) | OFF),
+        "quantized draft": dict(prompts=PROMPTS, new=LONG, options=drafted_by(folder)),
         "adapter": dict(prompts=LONGER, lora=str(adapter[0]), options=OFF | {"enable_lora": True, "max_lora_rank": 8}),
         "folded": dict(prompts=LONGER, folder=str(folded)),
         "folded, adapter": dict(
@@ -168,6 +193,10 @@ def results(folder, adapter, folded):
         "bfloat16": dict(prompts=PROMPTS, new=1, options={"dtype": "bfloat16"}),
         "float16": dict(prompts=PROMPTS, new=1, options={"dtype": "float16"}),
         "dummy": dict(prompts=LONGER, options={"load_format": "dummy"}),
+        "reloaded": dict(
+            prompts=PROMPTS, new=LONG, other=str(other), steps=["ask", "reload", "ask", "reload other", "ask", "reload", "ask"]
+        ),
+        "other": dict(folder=str(other), prompts=PROMPTS, new=LONG),
     }
     jobs |= {
         f"{family}, {profile}": dict(
@@ -220,6 +249,11 @@ def test_alone_it_is_the_float64_reference(folder, results):
         # A step that verifies 3 drafts has 4 rows, below the limit: graded like the steps that it stands for.
         ("drafts", "alone", len(PROMPTS)),
         ("drafts, off", "alone, off", len(PROMPTS)),
+        # A draft model is another checkpoint in the same engine.
+        ("dense draft", "alone", len(PROMPTS)),
+        ("dense draft, off", "alone, off", len(PROMPTS)),
+        ("quantized draft", "alone", len(PROMPTS)),
+        ("dense, quantized draft", "dense", len(PROMPTS)),
     ],
 )
 def test_the_text_does_not_depend_on(results, name, reference, prompts):
@@ -227,11 +261,17 @@ def test_the_text_does_not_depend_on(results, name, reference, prompts):
 
 
 def test_drafts_are_accepted_with_and_without_grading(results):
-    for name in ("drafts", "drafts, off"):
+    for name in ("drafts", "drafts, off", "dense draft", "dense draft, off", "quantized draft", "dense, quantized draft"):
         metrics = results[name]["metrics"]
         drafted, accepted = (metrics[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
         print(f"{name}: {accepted} of {drafted} drafted tokens accepted")
         assert 0 < accepted <= drafted and accepted >= 0.5 * drafted  # this text repeats itself
+
+
+def test_reloaded_weights_answer_as_a_fresh_engine_of_theirs(results):
+    first, second = answers(results, "alone")["tokens"], answers(results, "other")["tokens"]
+    assert first != second and "error" not in results["reloaded"], results["reloaded"].get("error")
+    assert [asked["tokens"] for asked in results["reloaded"]["asked"]] == [first, first, second, second]
 
 
 def test_a_cached_prefix_changes_nothing(results):

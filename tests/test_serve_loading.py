@@ -177,7 +177,7 @@ def test_processing_twice_changes_nothing_and_leaves_nothing_behind():
     assert {n: p.data_ptr() for n, p in layer.named_parameters()}.keys() == before.keys()
     assert all(torch.equal(p, before[n]) for n, p in layer.named_parameters())
     assert set(before) == {"weight_dense", "weight_packed", "graded_tile_bits", "graded_tile_scale", "graded_matrices"}
-    assert layer.tilequant_loading is None and "weight_loader" not in vars(layer)
+    assert not layer.tilequant_loading.arrived and "weight_loader" not in vars(layer)
 
 
 def test_missing_tensors_are_all_named():

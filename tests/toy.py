@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from cases import make_map
 from vllm_tilequant import schema as s
@@ -194,3 +195,20 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
         "model_max_length": 512,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_other(folder: Path, path: Path) -> Path:
+    """A checkpoint with the maps and the config of another; other scales, thresholds, biases and norms.
+
+    Not embeddings: on a CPU vLLM's own linears compute with a packed copy of theirs, which its reload does not renew.
+    """
+    shutil.copytree(folder, path)
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, t in tensors.items():
+            if name.endswith((s.SCALE, s.THRESHOLDS)):
+                tensors[name] = t * 1.25
+            elif name.endswith((s.BIAS, "norm.weight")):
+                tensors[name] = t * 0.75
+        save_file(tensors, file, metadata={"format": "pt"})
+    return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -37,6 +38,9 @@ _REMEDY = (
 )
 
 
+_DRAFT = "draft_model."
+#: Files of `save_sharded_state`, of one and of several pipeline stages.
+_SHARDED_STATE = ("model-rank-*-part-*.safetensors", "model-pp-*-tp-*-part-*.safetensors")
 #: Settings of vLLM's parallel config that share out the experts of a mixture, by the option that sets each.
 _EXPERT_PARALLEL = {
     "enable_expert_parallel": "--enable-expert-parallel",
@@ -130,6 +134,8 @@ class TileQuantConfig(QuantizationConfig):
         self.modules = dict(schema.modules)
         self.ignore = list(schema.ignore)
         self.checkpoint_names = {name: name for name in schema.modules}  # vLLM's name -> the checkpoint's
+        self.model_config: Any = None  # vLLM's, and the model that it named when weights came from there
+        self.loaded_from: str | None = None
 
     def __repr__(self) -> str:
         return f"TileQuantConfig({len(self.modules)} linears, profiles {self.schema.profiles.names})"
@@ -167,6 +173,12 @@ class TileQuantConfig(QuantizationConfig):
         folder = Path(model_name)
         if not folder.is_dir():
             folder = _downloaded(model_name, revision) or folder
+        if folder.is_dir() and (saved := sorted(p.name for form in _SHARDED_STATE for p in folder.glob(form))):
+            raise NotImplementedError(
+                f"{folder} holds {saved[0]}: the sharded state of a running engine, whose arrangement of a tilequant weight is "
+                "that of one kernel on one device, not a format that can be verified. Serve the checkpoint itself; each rank "
+                "keeps only its part of it"
+            )
         if folder.is_dir() and any(folder.glob("*.safetensors*")):
             verify(folder, hashes=False)  # hashing would read all of the codes
 
@@ -198,6 +210,7 @@ class TileQuantConfig(QuantizationConfig):
         if (model_config := getattr(current, "model_config", None)) is not None:
             check_parallel(self.schema, model_config, current.parallel_config)
             check_adapters(self.schema, getattr(current, "lora_config", None))
+            self.model_config, self.loaded_from = model_config, model_config.model
         logger.info(
             "tilequant: profile %s (graded up to %d rows), activation %s, in prompts %s",
             settings.profile,
@@ -213,6 +226,26 @@ class TileQuantConfig(QuantizationConfig):
         current = getattr(vllm.config, "get_current_vllm_config_or_none", vllm.config.get_current_vllm_config)()
         load_format = getattr(getattr(current, "load_config", None), "load_format", None)
         return str(getattr(load_format, "value", load_format)) == "dummy"
+
+    def check_reload(self) -> None:
+        """Whether weights may be reloaded from where vLLM's model config now points; it changes that before it loads.
+
+        vLLM does not read the other folder's config, so that what it says besides the weights must be the running one. Raises
+        `ValueError` naming what is not.
+        """
+        source = getattr(self.model_config, "model", None)
+        if source == self.loaded_from:
+            return
+        given = json.loads((Path(str(source)) / "config.json").read_text()).get("quantization_config") or {}
+        ours, theirs = self.schema.dump(), QuantizationSchema.parse(given).dump()
+        differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+        if differing:
+            raise ValueError(
+                f"{source} cannot be loaded into a running engine: its quantization_config differs in {', '.join(differing)} "
+                f"from that of {self.loaded_from}. Reload a checkpoint with the same tile counts, transforms, profiles and "
+                "ignored modules, or start a server with it"
+            )
+        self.loaded_from = source
 
     @cached_property
     def transforms(self) -> torch.Tensor:
@@ -231,6 +264,7 @@ class TileQuantConfig(QuantizationConfig):
         from vllm_tilequant.linear import TileQuantLinearMethod
 
         _ = self.settings  # a wrong setting must stop the first layer, before any weight is read
+        prefix = self.own_name(prefix)
         if isinstance(layer, ParallelLMHead) and prefix in self.modules:
             return TileQuantLinearMethod(self, prefix, [self.member(prefix)])
         if not isinstance(layer, LinearBase):
@@ -257,6 +291,11 @@ class TileQuantConfig(QuantizationConfig):
             f"{prefix} is neither quantized nor ignored: {states}. Add it to quantization_config.ignore if it is stored dense, "
             f"or quantize it. {_REMEDY}"
         )
+
+    def own_name(self, prefix: str) -> str:
+        """A module's name without what vLLM puts before all names of a draft model."""
+        inner = prefix.removeprefix(_DRAFT)
+        return prefix if any(name.startswith(_DRAFT) for name in self.modules) else inner
 
     def member_names(self, prefix: str) -> list[str]:
         """Names of the checkpoint's modules that make up the layer `prefix`: itself, or what vLLM fuses into it."""

@@ -46,15 +46,21 @@ class TileQuantLinearMethod(LinearMethodBase):
         """Register what the checkpoint will fill. Raises `ValueError` on sizes that do not fit or do not fall on tiles."""
         self._check_sizes(layer, input_size_per_partition, output_partition_sizes, input_size)
         load = _load_outputs if isinstance(layer, ParallelLMHead) else extra_weight_attrs["weight_loader"]
-        loading = LayerLoading(layer, self.prefix, self.members, load, len(self.config.schema.transforms))
+        loading = LayerLoading(
+            layer, self.prefix, self.members, load, len(self.config.schema.transforms), self.config.check_reload
+        )
         loading.create(sum(output_partition_sizes), input_size_per_partition, len(self.config.schema.profiles.names))
         layer.tilequant_loading = loading
         layer.tilequant_dtype = params_dtype
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Turn what was loaded into what `apply` reads. Raises `ValueError` listing every tensor that did not arrive."""
-        loading: LayerLoading | None = layer.tilequant_loading
-        if loading is None:
+        """Turn what was loaded into what `apply` reads. Raises `ValueError` listing every tensor that did not arrive.
+
+        Weights that arrive again go where the first ones lie: graphs are captured with those addresses.
+        """
+        loading: LayerLoading = layer.tilequant_loading
+        held: dict[str, torch.Tensor] | None = getattr(layer, "tilequant_held", None)
+        if held is not None and not loading.arrived:
             return  # done already
         if not loading.arrived and self.config.dummy_weights:
             loading.fill_dummy()
@@ -63,30 +69,44 @@ class TileQuantLinearMethod(LinearMethodBase):
         weight = prepare(
             packed, self.config.transforms, layer.tilequant_dtype, self.settings.activation, smoothing=loaded.smoothing
         )
-        loading.release()
-        layer.tilequant_loading = None
+        static = {"weight_dense": weight.static} if isinstance(weight.static, torch.Tensor) else _tensors(weight.static)
+        parameters = {n if n == "weight_dense" else f"prefill_{n}": t for n, t in static.items()}
+        layer.tilequant_static = list(parameters)
+        # vLLM's LoRA and MLA look for a tensor called `weight_packed` to learn a layer's device.
+        graded = {"weight_packed" if n == "codes" else f"graded_{n}": t for n, t in _tensors(weight.graded).items()}
+        layer.tilequant_graded = list(graded)
         layer.tilequant_kernel = isinstance(weight.graded, DecodeWeight)
         layer.tilequant_outputs = weight.out_features
-        # Names of the tensors of both forms, in their order.
-        layer.tilequant_static, layer.tilequant_graded = [], []
-        static = {"dense": weight.static} if isinstance(weight.static, torch.Tensor) else _tensors(weight.static)
-        for name, tensor in static.items():
-            name = "weight_dense" if name == "dense" else f"prefill_{name}"
-            layer.register_parameter(name, Parameter(tensor, requires_grad=False))
-            layer.tilequant_static.append(name)
-        for name, tensor in _tensors(weight.graded).items():
-            # vLLM's LoRA and MLA look for a tensor called `weight_packed` to learn a layer's device.
-            name = "weight_packed" if name == "codes" else f"graded_{name}"
-            layer.register_parameter(name, Parameter(tensor, requires_grad=False))
-            if name == "weight_packed" and layer.tilequant_kernel:
-                # How long the codes are depends on the map. A traced model sees only where they start: otherwise vLLM would
-                # compile every layer by itself, and a cached graph would not fit what is quantized again into the same folder.
-                layer.register_buffer(name := "codes_start", layer.weight_packed.data[:1], persistent=False)
-            layer.tilequant_graded.append(name)
-        layer.register_buffer("input_rotation", weight.input_rotation, persistent=False)
-        layer.register_buffer("profile_thresholds", loaded.thresholds, persistent=False)
-        layer.register_buffer("active_thresholds", torch.empty_like(loaded.thresholds[0]), persistent=False)
+        parameters = {n: Parameter(t, requires_grad=False) for n, t in (parameters | graded).items()}
+        buffers = {"profile_thresholds": loaded.thresholds, "active_thresholds": torch.empty_like(loaded.thresholds[0])}
+        if weight.input_rotation is not None:
+            buffers["input_rotation"] = weight.input_rotation
+        if layer.tilequant_kernel:
+            # How long the codes are depends on the map. A traced model sees only where they start: otherwise vLLM would
+            # compile every layer by itself, and a cached graph would not fit what is quantized again into the same folder.
+            layer.tilequant_graded[layer.tilequant_graded.index("weight_packed")] = "codes_start"
+            buffers["codes_start"] = parameters["weight_packed"].data[:1]
+        loading.release()
+        held = layer.tilequant_held = self._into(held, parameters | buffers)
+        for name in parameters:
+            layer.register_parameter(name, held[name])
+        for name in ("input_rotation", *buffers):
+            layer.register_buffer(name, held.get(name), persistent=False)
         self.set_profile(layer, self.settings.profile)
+
+    def _into(self, held: dict[str, torch.Tensor] | None, new: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy tensors into those that a layer has, if it has any. Raises `ValueError` where one does not fit."""
+        if held is None:
+            return new
+        sizes = {n: (list(held[n].shape) if n in held else None, list(new[n].shape) if n in new else None) for n in held | new}
+        if faults := [f"{n}: {old}, reloaded {now}" for n, (old, now) in sizes.items() if old != now]:
+            raise ValueError(
+                f"{self.prefix}: the reloaded weights do not have the sizes of the running ones, to which captured graphs "
+                f"point (another precision map): {'; '.join(faults)}. Start a server with the new checkpoint"
+            )
+        for name, tensor in new.items():
+            held[name].data.copy_(tensor.data)
+        return held
 
     def _input_rotation(self, device: torch.device) -> torch.Tensor | None:
         """[64] uint8. Raises `ValueError` where vLLM fuses modules whose inputs the checkpoint rotates differently."""

@@ -4,10 +4,18 @@ Everything uniform is a vLLM parameter that vLLM's own loader slices, fuses and 
 many rows a tile owns depends on its bits. So a map of int64 codes (member, first row in that member's extension) goes through
 the same loader under the same rules as the precision map; what arrives in it says which rows this rank needs. No arithmetic of
 ranks, heads or replicas is done here.
+
+Weights may arrive again while an engine runs. vLLM then puts parameters without memory (meta) in place of the layer's, calls
+every loader with one of them only to count how many elements it copies, and keeps its arguments. When the counts have reached
+the size of all parameters, it makes real ones, calls the loaders again, and has the layer processed. So what is counted must
+reach that size with the last tensor of a layer and not before, even where a tensor's elements are not placed, or several times.
+A reload that fails leaves vLLM's books half filled: it takes a restart.
 """
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +69,9 @@ class LayerLoading:
 
     layer: the vLLM layer; prefix: its name in vLLM; members: in the order of its outputs
     load: vLLM's loader of this layer, `load(param, tensor)` or `load(param, tensor, shard_id)`
+    before_reload: called when a tensor arrives while an engine runs; raises where that cannot be
+
+    Held as long as the layer, and weakly refers to it: vLLM keeps loaders in a table of its own, with the layer as a weak key.
     """
 
     layer: Any
@@ -68,11 +79,16 @@ class LayerLoading:
     members: list[Member]
     load: Callable[..., None]
     n_transforms: int
+    before_reload: Callable[[], None] = lambda: None
     arrived: set[tuple[int, str]] = field(default_factory=set)
     stash: dict[int, Tensor] = field(default_factory=dict)  # member -> its whole extension, until its map is here
     extensions: dict[int, Tensor] = field(default_factory=dict)  # member -> rows of the extension that this rank needs
     first: dict[str, int] = field(default_factory=dict)  # suffix that all members share -> the member it came from
     inside_bias: bool = False
+    counted: set[tuple[int, str]] = field(default_factory=set)  # like `arrived`, before a reload
+
+    def __post_init__(self) -> None:
+        self.layer, self.load = weakref.proxy(self.layer), _weakly(self.load)
 
     def create(self, n: int, k: int, profiles: int) -> None:
         """Register this rank's parameters for [n, k] weights. All have two dimensions at most."""
@@ -98,14 +114,21 @@ class LayerLoading:
             raise ValueError(f"{self.prefix} fuses {names}, of which only some have a smoothing of their shared input")
         if self.smoothed:
             register(s.SMOOTHING, RowvLLMParameter, torch.zeros(k, dtype=torch.uint8), input_dim=0)
-        # A place for the loader to find; what arrives is kept beside it, whatever its length.
-        register(s.EXTENSION, BasevLLMParameter, torch.empty(0, s.WORDS_PER_TILE_PLANE, dtype=torch.int32))
-        # Not registered: the checkpoint has no tensor of this name, and vLLM can be told to demand one for every parameter.
-        codes = torch.full(tiles, -1, dtype=torch.int64, device="cpu")
-        self.starts = PackedvLLMParameter(data=codes, weight_loader=self.load, **by_tile)
+        # A place for the loader to find, and to count by; what arrives is kept beside it, whatever its length.
+        register(s.EXTENSION, BasevLLMParameter, torch.empty(1, s.WORDS_PER_TILE_PLANE, dtype=torch.int32))
+        self._starts_of = lambda codes: PackedvLLMParameter(data=codes, weight_loader=self.load, **by_tile)
+        self._tiles = tiles
+        self.reset()
         # vLLM creates the bias after us, with whatever `layer.weight_loader` then is.
-        self._load_bias = self.layer.weight_loader
+        self._load_bias = _weakly(self.layer.weight_loader)
         self.layer.weight_loader = self.bias_loader
+
+    def reset(self) -> None:
+        """Nothing has arrived, nothing is kept."""
+        for kept in (self.arrived, self.stash, self.extensions, self.first, self.counted):
+            kept.clear()
+        # Not registered: the checkpoint has no tensor of this name, and vLLM can be told to demand one for every parameter.
+        self.starts = self._starts_of(torch.full(self._tiles, -1, dtype=torch.int64, device="cpu"))
 
     @property
     def smoothed(self) -> bool:
@@ -116,10 +139,12 @@ class LayerLoading:
         """The `weight_loader` of one parameter: check what arrives, then let vLLM place it."""
 
         def load(param: Tensor, loaded_weight: Tensor, shard_id: Any = None) -> None:
+            if self.counting:
+                return self._count(suffix, param, loaded_weight, shard_id)
             part = self._arrive(suffix, loaded_weight, shard_id)
             if suffix == s.EXTENSION:
                 self.stash[part] = loaded_weight
-            elif suffix == s.THRESHOLDS or (suffix == s.SMOOTHING and len(self.members) > 1):
+            elif self._is_shared(suffix):
                 self._set_shared(suffix, param, loaded_weight, part)
             else:
                 self._place(param, loaded_weight, shard_id)
@@ -137,12 +162,38 @@ class LayerLoading:
         """vLLM's plain loader with our check before it. Where a bias is fused in the checkpoint, it calls itself by part."""
         if self.inside_bias:
             return self._place_bias(param, loaded_weight, shard_id)
-        self._arrive(s.BIAS, loaded_weight, shard_id)
+        if self.counting:
+            self._check(s.BIAS, loaded_weight, shard_id)
+        else:
+            self._arrive(s.BIAS, loaded_weight, shard_id)
         self.inside_bias = True
         try:
             self._place_bias(param, loaded_weight, shard_id)
         finally:
             self.inside_bias = False
+
+    @property
+    def counting(self) -> bool:
+        """Whether vLLM calls loaders only to count, ahead of a reload."""
+        return self.layer.get_parameter(s.PLANE0).is_meta
+
+    def _count(self, suffix: str, param: Tensor, tensor: Tensor, shard_id: Any) -> None:
+        """Copy as many elements as this tensor counts for, to parameters without memory."""
+        if not self.counted:
+            self.before_reload()
+        part = self._check(suffix, tensor, shard_id)
+        self.counted.add((part, suffix))
+        if not self._is_shared(suffix):
+            return self._place(param, tensor, shard_id)
+        # One parameter for all members: the last one counts for what the others have left of it.
+        before = sum(name == suffix for _, name in self.counted) - 1
+        left = param.numel() - before
+        size = left if before + 1 == len(self.members) else 1
+        param.data.flatten()[:size].copy_(torch.empty(size, dtype=param.dtype, device="meta"))
+
+    def _is_shared(self, suffix: str) -> bool:
+        """Whether the members of a layer have one parameter for this tensor, rather than each its part."""
+        return suffix in (s.EXTENSION, s.THRESHOLDS) or (suffix == s.SMOOTHING and len(self.members) > 1)
 
     def finish(self) -> LoadedLayer:
         """Check that everything came, and join the members. Raises `ValueError` listing every missing tensor."""
@@ -185,10 +236,8 @@ class LayerLoading:
         """Take every parameter and loader of ours off the layer again."""
         for suffix in (*s.TENSORS, *([s.SMOOTHING] if self.smoothed else [])):
             delattr(self.layer, suffix)
-        del self.layer.weight_loader  # the class's own shows again
-        self.stash.clear()
-        self.extensions.clear()
-        del self.starts
+        self.layer.__dict__.pop("weight_loader", None)  # the class's own shows again
+        self.reset()
 
     def fill_dummy(self) -> None:
         """Legal made-up tensors for `--load-format dummy`, with the checkpoint's share of every width."""
@@ -220,7 +269,15 @@ class LayerLoading:
         self.arrived = {(part, suffix) for part in range(len(self.members)) for suffix in suffixes}
 
     def _arrive(self, suffix: str, tensor: Tensor, shard_id: Any) -> int:
-        """Check a tensor against the format and note it; returns its member. Raises `ValueError` naming the tensor."""
+        """Check a tensor and note it; returns its member. Raises `ValueError` naming the tensor."""
+        part = self._check(suffix, tensor, shard_id)
+        if (part, suffix) in self.arrived:
+            raise ValueError(f"{self.members[part].name}.{suffix} arrived twice: the checkpoint holds it in two files")
+        self.arrived.add((part, suffix))
+        return part
+
+    def _check(self, suffix: str, tensor: Tensor, shard_id: Any) -> int:
+        """Judge a tensor by the format; returns its member. Raises `ValueError` naming the tensor."""
         part = self._part(shard_id)
         member = self.members[part]
         name = f"{member.name}.{suffix}"
@@ -232,14 +289,8 @@ class LayerLoading:
                 f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, "
                 f"wanted {' or '.join(str(_DTYPES[d]).removeprefix('torch.') for d in spec.dtypes)} {list(spec.shape)}"
             )
-        if (part, suffix) in self.arrived:
-            raise ValueError(
-                f"{name} arrived twice: the checkpoint holds it in two files, or a running engine was asked to reload its "
-                "weights, which this plugin does not support"
-            )
         if faults := layout.payload_faults({suffix: tensor}, member.module.tile_counts, self.n_transforms):
             raise ValueError("; ".join(f"{member.name}.{fault}" for fault in faults))
-        self.arrived.add((part, suffix))
         return part
 
     def _part(self, shard_id: Any) -> int:
@@ -290,3 +341,17 @@ class LayerLoading:
         full = self.stash.pop(part).cpu()
         self.extensions[part] = layout.gather_extension(full, codes[rows] & _ROW_MASK, bits)
         codes[rows] = layout.extension_starts(bits) | part << _SHIFT
+
+
+def _weakly(call: Callable[..., None]) -> Callable[..., None]:
+    """A layer's method that does not keep the layer alive."""
+    if not inspect.ismethod(call):
+        return call
+    method = weakref.WeakMethod(call)
+
+    def called(*args: Any) -> None:
+        found = method()
+        assert found is not None, "called after its layer"
+        found(*args)
+
+    return called
