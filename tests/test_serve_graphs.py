@@ -1,12 +1,16 @@
 """What a traced model and a captured graph see of our layers."""
 
+import json
+
 import pytest
 import torch
 import vllm.model_executor.layers.linear as vllm_linear
+from vllm.config import ModelConfig
 
 from cases import make_case
 from layers import Toy, build, feed, one_rank  # noqa: F401 - a fixture
-from vllm_tilequant import linear, ops
+from toy import write_toy
+from vllm_tilequant import linear, ops, register
 from vllm_tilequant.kernels import decode_weight, prefill_int8
 from vllm_tilequant.kernels.dispatch import LinearWeight
 
@@ -39,3 +43,19 @@ def test_layers_with_different_maps_look_alike_to_a_traced_model(monkeypatch):
         sizes.add(layer.weight_packed.numel())
     assert len(sizes) == 3 and all(s == seen[0] for s in seen)
     assert seen[0][1] and layer.codes_start.data_ptr() == layer.weight_packed.data_ptr()
+
+
+def test_a_changed_config_is_another_graph(tmp_path):
+    """What a trace does depend on, such as rotated inputs and smoothings, is part of vLLM's key for compiled graphs."""
+    register()
+    folder = write_toy(tmp_path / "toy")
+    config = json.loads((folder / "config.json").read_text())
+
+    def key():
+        return ModelConfig(model=str(folder), quantization="tilequant", dtype="bfloat16").compute_hash()
+
+    before = key()
+    assert key() == before
+    next(iter(config["quantization_config"]["modules"].values()))["smoothing"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    assert key() != before

@@ -185,6 +185,8 @@ def _full_outputs(layer: Any, n_parts: list[int]) -> list[int]:
     if hasattr(layer, "total_num_kv_heads") and len(n_parts) == 3:
         heads, kv_heads, size = layer.total_num_heads, layer.total_num_kv_heads, layer.head_size
         return [heads * size, kv_heads * size, kv_heads * getattr(layer, "v_head_size", size)]
+    if isinstance(layer, ParallelLMHead):
+        return [layer.num_embeddings_padded]  # `output_size` only in newer releases
     return list(getattr(layer, "output_sizes", None) or [layer.output_size])
 
 
