@@ -10,6 +10,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import pkgutil
 import sys
 import traceback
 from pathlib import Path
@@ -19,14 +20,15 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # engine and worker in th
 
 def compiled(worker):
     """How often each of our kernels was compiled in this process: by NVRTC, and the variants that Triton holds."""
-    from vllm_tilequant.kernels import decode_bitplane, prefill_cuda
+    from vllm_tilequant import kernels
 
-    made = (decode_bitplane._module, prefill_cuda._short_module, prefill_cuda._expand_module)
-    counts = {function.__name__: function.cache_info().misses for function in made}
-    for name in ("activation_int8", "decode_triton", "prefill_triton", "rotation"):
-        for key, kernel in vars(importlib.import_module(f"vllm_tilequant.kernels.{name}")).items():
-            if hasattr(kernel, "device_caches"):
-                counts[f"{name}.{key}"] = sum(len(caches[0]) for caches in kernel.device_caches.values())
+    counts = {}
+    for module in pkgutil.iter_modules(kernels.__path__):
+        for key, found in vars(importlib.import_module(f"vllm_tilequant.kernels.{module.name}")).items():
+            if hasattr(found, "device_caches"):
+                counts[f"{module.name}.{key}"] = sum(len(caches[0]) for caches in found.device_caches.values())
+            elif key.endswith("_module") and hasattr(found, "cache_info"):
+                counts[f"{module.name}.{key}"] = found.cache_info().misses
     return counts
 
 

@@ -192,6 +192,7 @@ def results(folder, adapter, folded, other, dense):
         ),
         "bfloat16": dict(prompts=PROMPTS, new=1, options={"dtype": "bfloat16"}),
         "float16": dict(prompts=PROMPTS, new=1, options={"dtype": "float16"}),
+        "fp8 cache": dict(prompts=PROMPTS, new=1, options={"kv_cache_dtype": "fp8"}),
         "dummy": dict(prompts=LONGER, options={"load_format": "dummy"}),
         "reloaded": dict(
             prompts=PROMPTS, new=LONG, other=str(other), steps=["ask", "reload", "ask", "reload other", "ask", "reload", "ask"]
@@ -298,7 +299,7 @@ def test_a_folded_diagonal_serves_as_usual_and_takes_no_adapter(results):
     assert "NotImplementedError: LoRA on this checkpoint: its folded_input_diagonal scales the inputs of 1 groups" in error
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "fp8 cache"])
 def test_half_precision_is_near_float32(results, dtype):
     half, full = answers(results, dtype), answers(results, "alone")
     for a, b, p, q in zip(half["tokens"], full["tokens"], half["logprobs"], full["logprobs"], strict=True):
