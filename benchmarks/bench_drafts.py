@@ -5,7 +5,7 @@
 Targets are both models, drafts are n-grams and the other model. Each pair answers the same prompts greedily, the
 quantized model under every `--profile`; draft and target take the same. Prompts are stretches of `--text` (plain text) or made
 up. `same_text` counts the answers that equal those of the target alone with the same profile: all of them in float32.
-Writes `benchmarks/results/drafts.<device>.json`. Runs in the serving environment.
+Writes `benchmarks/results/drafts.<device>.json`, replacing only rows of the same case. Runs in the serving environment.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from bench_parallel import engine_run
 from vllm_tilequant.schema import QUANT_METHOD
 
 COLUMNS = {"target": "", "draft": "", "profile": "", "drafted": "d", "accepted": "d", "rate": ".1%", "same_text": ""}
+CASE = ("model", "target", "draft", "profile", "dtype", "text")
 #: Tokens drafted ahead: verifying them with one more row is graded for one request.
 AHEAD = 3
 
@@ -84,6 +85,8 @@ def main() -> int:
     models = {"quantized": str(args.quantized), "dense": str(args.dense)}
     options = {"prompts": draw_prompts(args), "tokens": args.tokens, "dtype": args.dtype}
     options |= {"max_model_len": args.prompt + args.tokens + 8} | ({"enforce_eager": True} if device == "cpu" else {})
+    path = args.json or report.default_path("drafts", device)
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
     rows: list[dict[str, Any]] = []
     for target in args.targets:
         alone: dict[str | None, Any] = {}
@@ -107,7 +110,8 @@ def main() -> int:
                     | {"tokens": args.tokens, "text": args.text.name if args.text else None}
                 )
                 print(report.table(rows[-1:], COLUMNS).splitlines()[-1], flush=True)
-                report.write(args.json or report.default_path("drafts", device), report.envelope("drafts", device, rows))
+                kept = [row for row in kept if any(row[key] != rows[-1][key] for key in CASE)]
+                report.write(path, report.envelope("drafts", device, kept + rows))
     print(report.table(rows, COLUMNS))
     return 0
 
