@@ -18,7 +18,7 @@ from typing import Any
 
 import report
 import torch
-from bench_parallel import engine_run
+from engine_run import engine_run
 
 from vllm_tilequant.schema import QUANT_METHOD
 

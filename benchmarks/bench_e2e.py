@@ -23,7 +23,7 @@ from typing import Any
 import report
 import synthetic
 import torch
-from bench_parallel import engine_run, loaded_bits
+from engine_run import SETTINGS, engine_run, loaded_bits
 from legal_sizes import Shape
 
 from vllm_tilequant import ops
@@ -32,7 +32,6 @@ from vllm_tilequant.schema import LEVELS, QUANT_METHOD
 
 BIG = (Shape("8B shape", 4096, 14336, 32, 8, 128), 32, 128256)
 TINY = (Shape("tiny", 256, 512, 4, 2, 64), 2, 512)
-SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
 #: Prompts of the row for the first token, and of those for the others.
 LONG, PROMPT, OUTPUT = 6000, 128, 256
 NEAR_BITS = 0.1
@@ -180,37 +179,44 @@ def run_engine(options: dict[str, Any], output: Path) -> None:
             whole = seconds(batch, work["prompt"], work["output"] + 1, work["repeats"])
             row = common | {"batch": batch, "ttft_ms": 1e3 * first, "tpot_ms": 1e3 * (whole - first) / work["output"]}
             rows.append(row | {"loaded_bits": bits.get(batch), "one_row_bits": bits.get(1), "threshold_factor": factor})
-    seconds(1, work["long"], 1, 1)
-    first = seconds(1, work["long"], 1, work["repeats"])
-    row = {"profile": profile, "batch": 1, "prompt": work["long"], "output": 1}
-    rows.append(row | {"ttft_ms": 1e3 * first, "tpot_ms": None, "loaded_bits": None, "one_row_bits": bits.get(1)})
+    if work["long"]:
+        seconds(1, work["long"], 1, 1)
+        first = seconds(1, work["long"], 1, work["repeats"])
+        row = {"profile": profile, "batch": 1, "prompt": work["long"], "output": 1}
+        rows.append(row | {"ttft_ms": 1e3 * first, "tpot_ms": None, "loaded_bits": None, "one_row_bits": bits.get(1)})
     output.write_text(json.dumps({"rows": rows, "load_s": load_s, "sizes": llm.collective_rpc("sizes")[0]}))
 
 
-def measure(args: argparse.Namespace, method: str, device: str) -> list[dict[str, Any]]:
-    shape, layers, vocab = TINY if args.tiny else BIG
+def measure(
+    args: argparse.Namespace, method: str, device: str, model: tuple[Shape, int, int], tp: int = 1, **engine: Any
+) -> list[dict[str, Any]]:
+    """Rows of one method. args: those of `add_load`; model: shape, layers, vocabulary; engine: more of vLLM's settings"""
+    shape, layers, vocab = model
     folder = args.folder / method
     work: dict[str, Any] = {"batch": args.batch, "repeats": args.repeats, "profiles": [None]}
     work |= {"long": args.long, "prompt": args.prompt, "output": args.output_tokens}
     options: dict[str, Any] = {"model": str(folder), "dtype": "bfloat16", "vocab": vocab, "work": work}
-    options |= {"max_model_len": max(args.long, args.prompt + args.output_tokens) + 64, **SETTINGS}
+    options |= {"max_model_len": max(args.long or 0, args.prompt + args.output_tokens) + 64, **SETTINGS, **engine}
+    options |= {"tensor_parallel_size": tp}
     # No graph that nothing here replays, and the same room for keys and values for all: a start is most of a method's time.
     graphs = {"compilation_config": {"cudagraph_capture_sizes": sorted({*args.batch, SETTINGS["max_num_seqs"]})}}
     room = {"kv_cache_memory_bytes": KV_BYTES, "gpu_memory_utilization": 0.6}
     options |= {"enforce_eager": True} if device == "cpu" else graphs | room
     began = time.monotonic()
     if method == "tilequant":
-        synthetic.write_tilequant(folder, shape, layers, vocab, args.prompt + args.output_tokens // 2, device)
+        if not folder.exists():
+            synthetic.write_tilequant(folder, shape, layers, vocab, args.prompt + args.output_tokens // 2, device)
         work["profiles"] = args.profile
         options["additional_config"] = {QUANT_METHOD: {"profile": args.profile[0]}}
         if device == "cuda":
             torch.cuda.empty_cache()
     else:
         quantization = {"bf16": None, "w4a16": synthetic.W4A16, "w8a8": W8A8}[method]
-        synthetic.write_config(folder, shape, layers, vocab, quantization)
+        if not folder.exists():
+            synthetic.write_config(folder, shape, layers, vocab, quantization)
         options["load_format"] = "dummy"
     written = time.monotonic() - began
-    got = engine_run(args, method, __file__, **options)
+    got = engine_run(args, f"{method}-tp{tp}", __file__, **options)
     print(
         f"{method}: {written:.0f} s to write, {got['load_s']:.0f} s to start, {time.monotonic() - began:.0f} s in all",
         flush=True,
@@ -218,36 +224,41 @@ def measure(args: argparse.Namespace, method: str, device: str) -> list[dict[str
     sizes, weights = got["sizes"], layers * sum(n * k for n, k in shape.linears().values())
     common = {
         "resident_gib": sizes["resident"] / 2**30, "peak_gib": sizes["peak"] / 2**30 or None,
-        "resident_bits": 8 * sizes["linears"] / weights or None, "load_s": got["load_s"], "tp": 1, "pp": 1,
+        "resident_bits": 8 * tp * sizes["linears"] / weights or None, "load_s": got["load_s"], "tp": tp, "pp": 1,
         "repeats": args.repeats, **SETTINGS,
     }  # fmt: skip
     return [{"model": shape.name, "method": method} | row | common for row in got["rows"]]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", required=True, type=Path, help="new folder for models and logs (some 10 GB)")
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape, to try the script")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+def add_load(parser: argparse.ArgumentParser, batch: list[int], long: int | None) -> None:
+    """Arguments that say what `measure` asks of an engine; long: None for no such row."""
     parser.add_argument("--profile", nargs="+", default=list(synthetic.PROFILES), choices=synthetic.PROFILES)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 16, 32, 64])
+    parser.add_argument("--batch", type=int, nargs="+", default=batch)
     parser.add_argument("--prompt", type=int, default=PROMPT)
     parser.add_argument("--output-tokens", type=int, default=OUTPUT)
-    parser.add_argument("--long", type=int, default=LONG, help="prompt of the row for the first token")
+    parser.add_argument("--long", type=int, default=long, help="prompt of the row for the first token")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="by default benchmarks/results/e2e.<device>.json")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", required=True, type=Path, help="for models (some 10 GB; those found are used) and logs")
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape, to try the script")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--json", type=Path, help="by default benchmarks/results/e2e.<device>.json")
+    add_load(parser, batch=[1, 8, 16, 32, 64], long=LONG)
     args = parser.parse_args()
     if args.engine:
         run_engine(json.loads(args.engine), args.output)
         return 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path, rows, missing = args.json or report.default_path("e2e", device), [], {}
-    args.folder.mkdir(parents=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
     for method in args.methods:
         try:
-            found = measure(args, method, device)
+            found = measure(args, method, device, TINY if args.tiny else BIG)
         except (OSError, ValueError) as e:  # the other methods are still worth their time
             missing[method] = str(e)
             continue

@@ -30,6 +30,7 @@ from vllm_tilequant.calibrate.checkpoint import build_schema, untie_head
 from vllm_tilequant.calibrate.pipeline import Calibration
 from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.cli.evaluate import print_progress
+from vllm_tilequant.hf import STATIC_ACTIVATIONS
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.schema import PROFILE_FULL, PROFILE_OFF, QuantizationSchema
 
@@ -42,6 +43,8 @@ BARS: dict[str, tuple[float, list[tuple[str, float | None, float]]]] = {
     "w4": (4.04, [("off", None, 90)]),
     "w8-graded": (8.04, [("4.0", 4.06, 38), ("3.0", 3.06, 115), ("2.5", 2.56, 215)]),
 }
+#: Most KL in milli-nats that the long prefill's arithmetic adds to the stored weights: where inputs are rotated, and elsewhere.
+PREFILL_ADDS = {True: 4.0, False: 7.0}
 
 
 def calibrate(source: Path, out: Path, settings: Settings, windows: torch.Tensor, device: str, dtype: torch.dtype) -> dict:
@@ -86,8 +89,8 @@ def plain_text(path: Path, scratch: Path) -> Path:
     return out
 
 
-def check_bars(rows: list[dict[str, Any]], recipe: str) -> list[tuple[bool, str]]:
-    """(passed, sentence) of every bar of a recipe; rows: those of its main text."""
+def check_bars(rows: list[dict[str, Any]], recipe: str, rotated: bool = False) -> list[tuple[bool, str]]:
+    """(passed, sentence) of every bar of a recipe; rows: those of its main text; rotated: whether its inputs are."""
     if recipe not in BARS:
         return []
     most_stored, bars = BARS[recipe]
@@ -100,14 +103,17 @@ def check_bars(rows: list[dict[str, Any]], recipe: str) -> list[tuple[bool, str]
         passed = kl <= most_kl and (most_loaded is None or loaded <= most_loaded)
         bits = "" if most_loaded is None else f", {loaded:.3f} <= {most_loaded} loaded bits"
         out.append((passed, f"{recipe}, {phase} {profile}: KL {kl:.1f} <= {most_kl:g} milli-nats{bits}"))
+    row = next(r for r in rows if r["activation"] == "token_smooth")
+    added, most = row["kl_over_static"], PREFILL_ADDS[rotated]
+    out.append((added <= most, f"{recipe}, long prompts: {added:.1f} <= {most:g} milli-nats more than static"))
     return out
 
 
 def judge(out: Path, source: Path, text: torch.Tensor, recipe: str, device: str, graded: list[str] | None = None) -> list[dict]:
-    """Static rows with and without INT8 activations, and graded ones for every profile (or those named)."""
+    """Static rows with each arithmetic of activations, and graded ones for every profile (or those named)."""
     schema = ev.Checkpoint.open(out).schema
     graded = [*schema.profiles.names, PROFILE_FULL] if graded is None else [p for p in graded if p != PROFILE_OFF]
-    wanted = ev.configurations(schema, [], ["none", "group64"], ["static"])
+    wanted = ev.configurations(schema, [], STATIC_ACTIVATIONS, ["static"])
     wanted += ev.configurations(schema, graded, ["group64"], ["graded"]) if graded else []
     return ev.evaluate(out, source, text, wanted, device=device, name=recipe, progress=print_progress)
 
@@ -143,7 +149,7 @@ def main() -> int:
             facts["calibration_tokens"] = int(data.numel())
             found = judge(out, args.model, text, recipe.stem, args.device)
             rows += [row | facts | {"text": args.text.stem} for row in found]
-            verdicts += check_bars(found, recipe.stem)
+            verdicts += check_bars(found, recipe.stem, settings.input_rotation == "on")
             if also is not None:
                 beside = judge(out, args.model, also, recipe.stem, args.device, [settings.default_profile])
                 rows += [row | facts | {"text": args.also.parent.name or args.also.stem} for row in beside]

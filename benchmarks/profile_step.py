@@ -29,7 +29,7 @@ from typing import Any
 import report
 import torch
 from bench_e2e import KV_BYTES, SETTINGS
-from bench_parallel import environment
+from engine_run import environment
 
 from vllm_tilequant.schema import QUANT_METHOD
 

@@ -24,6 +24,8 @@ QUALITY = {
     "same top-1": ".1%",
     "perplexity": ".2f",
 }
+#: Rows at stored precision by the arithmetic of activations.
+STATIC = {"group64": "all stored bits", "token_smooth": "all stored bits, long prompts"}
 
 
 def quality() -> str:
@@ -33,7 +35,7 @@ def quality() -> str:
         {
             "recipe": r["recipe"],
             "stored bits": r["stored_bits"],
-            "read": "all stored bits" if r["phase"] == "static" else f"graded, profile {r['profile']}",
+            "read": STATIC[r["activation"]] if r["phase"] == "static" else f"graded, profile {r['profile']}",
             "loaded bits": r["loaded_bits"],
             "KL": r["kl_milli"],
             "KL p99": r["kl_p99"],
@@ -41,7 +43,7 @@ def quality() -> str:
             "perplexity": r["ppl"],
         }
         for r in data["rows"]
-        if r["activation"] == "group64" and r["profile"] != "full" and r["text"] == "test"
+        if r["activation"] in STATIC and r["profile"] != "full" and r["text"] == "test"
     ]
     beside = [r for r in data["rows"] if r["text"] != "test" and r["phase"] == "graded"]
     missing = sorted({p.stem for p in (ROOT / "configs" / "recipes").glob("*.yaml")} - {r["recipe"] for r in data["rows"]})
@@ -52,8 +54,8 @@ def quality() -> str:
     return (
         f"{first['model']}, calibrated on {first['calibration_tokens']} tokens of WikiText-2 valid, judged on "
         f"{first['tokens']} of its test part in windows of {first['window']}: KL divergence to the source model in "
-        f"milli-nats (its perplexity: {first['ppl_reference']:.2f}), INT8 activations per 64 inputs as served, grading at "
-        "every position. "
+        f"milli-nats (its perplexity: {first['ppl_reference']:.2f}), INT8 activations as served (per 64 inputs, in long "
+        "prompts per row), grading at every position. "
         f"{data['device']}, {data['measured_at'][:10]}, `make quality` "
         f"([JSON](benchmarks/results/quality.h200.json)).\n\n{report.table(rows, QUALITY)}\n\n"
         "The sample model's weights come from a 4-bit file and a model of this size is fragile: trust the order of the rows "

@@ -12,7 +12,7 @@ def profile_step(monkeypatch):
     import profile_step
 
     yield profile_step
-    for name in ("profile_step", "bench_e2e", "bench_parallel", "synthetic", "report", "legal_sizes", "shapes"):
+    for name in ("profile_step", "bench_e2e", "engine_run", "synthetic", "report", "legal_sizes", "shapes"):
         sys.modules.pop(name, None)
 
 
