@@ -35,7 +35,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from vllm_tilequant import evaluate as ev
-from vllm_tilequant.calibrate.checkpoint import build_schema
+from vllm_tilequant.calibrate.checkpoint import build_schema, write_dense_back
+from vllm_tilequant.calibrate.judging import Judge
 from vllm_tilequant.calibrate.pipeline import STATE_TYPES, Calibration, Result
 from vllm_tilequant.calibrate.progress import Progress
 from vllm_tilequant.calibrate.report import measured_bits, peak_memory, stored_bits
@@ -155,7 +156,10 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         records = random_records(n, args.length, shape["vocab_size"])
     result = Calibration(model, linears, records[: args.records], settings, progress=progress, work=work).run()
     with progress.phase("check"):
+        judge = Judge(model, records[args.records :])
         measured = measured_bits(model, linears, result, progress.track(records[args.records :], "check"))
+        write_dense_back(linears, result)
+        quality = judge.rows(linears, result, list(settings.profiles), settings.default_profile)
     with progress.phase("save"):
         schema = build_schema(result, linears, list(settings.profiles), settings.default_profile, ["lm_head"])
         save(model, result, schema, args.folder / "checkpoint")
@@ -181,6 +185,7 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "processes": len(runs),
         **peak,
         "stored_bits": stored_bits(result),
+        "kl_milli": {row["phase"]: row["kl_milli"] for row in quality},
         "loaded_bits": {name: m["average"] for name, m in zip(settings.profiles, measured, strict=True)},
     }
 

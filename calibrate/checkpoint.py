@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vllm_tilequant import schema as s
 from vllm_tilequant.calibrate.pipeline import Result
+from vllm_tilequant.calibrate.placing import write_parameter
 from vllm_tilequant.checkpoint.card import CALIBRATION, origin, write_card
 from vllm_tilequant.checkpoint.files import Tensors, read_headers
 from vllm_tilequant.kernels import layout
@@ -110,8 +111,6 @@ def restore_norms(model: PreTrainedModel) -> None:
     folder = Path(model.config.name_or_path or "unknown")
     if not folder.is_dir() or not any(folder.glob("*.safetensors")):
         return
-    from compressed_tensors.offload import update_offload_parameter
-
     source = Tensors(folder, read_headers(folder, strangers=True))
     for name, module in model.named_modules():
         key = f"{name}.weight"
@@ -121,7 +120,7 @@ def restore_norms(model: PreTrainedModel) -> None:
         theirs = source.tensor(key).to(ours.device, ours.dtype)  # type: ignore[call-overload]
         rounded = ((1 + theirs.float()).to(ours.dtype).float() - 1).to(ours.dtype)
         if torch.equal(rounded, ours) and not torch.equal(theirs, ours):
-            update_offload_parameter(module, "weight", theirs)
+            write_parameter(module, "weight", theirs)
 
 
 def untie_head(model: PreTrainedModel, linears: dict[str, nn.Linear]) -> None:
@@ -137,13 +136,11 @@ def untie_head(model: PreTrainedModel, linears: dict[str, nn.Linear]) -> None:
 @torch.no_grad()
 def write_dense_back(linears: dict[str, nn.Linear], result: Result) -> None:
     """Put the dequantized weights into the model, so that it can be tried in memory."""
-    from compressed_tensors.offload import update_offload_parameter
-
     transforms = layout.transform_stack(result.transforms)
     for name, linear in linears.items():
         weight = linear.weight
         dense = dequantize(layout.to_device(result.weights[name], weight.device), transforms, weight.dtype)
-        update_offload_parameter(linear, "weight", dense)
+        write_parameter(linear, "weight", dense)
 
 
 def _replace(module: nn.Module, tensors: dict[str, Tensor]) -> None:

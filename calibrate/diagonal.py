@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_tilequant.calibrate.capture import Batch, Group, hooked, model_inputs
-from vllm_tilequant.calibrate.placing import input_device
+from vllm_tilequant.calibrate.placing import input_device, write_parameter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -155,10 +155,4 @@ def _scale(module: nn.Module, factor: Tensor) -> None:
     for name in names:
         old = getattr(module, name).detach()
         by = factor.to(old.device, old.dtype)
-        new = old * (by.flatten() if name == "bias" else by)
-        if hasattr(module._parameters, "onload_device"):
-            from compressed_tensors.offload import update_offload_parameter  # there is no offloading without it
-
-            update_offload_parameter(module, name, new)
-        else:
-            old.copy_(new)
+        write_parameter(module, name, old * (by.flatten() if name == "bias" else by))

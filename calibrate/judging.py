@@ -6,7 +6,7 @@ A first look with little text. `tilequant evaluate` judges the packed checkpoint
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_tilequant import evaluate as ev
-from vllm_tilequant.calibrate.capture import Batch, model_inputs, token_mask
-from vllm_tilequant.calibrate.decode import replaced_products
+from vllm_tilequant.calibrate.capture import Batch, model_inputs, replaced_forward, token_mask
 from vllm_tilequant.calibrate.placing import device_of, input_device
 from vllm_tilequant.calibrate.search import graded_candidates
 from vllm_tilequant.kernels import layout
@@ -47,7 +46,7 @@ class Judge:
         """
         rows = [self._row("off", "static", "none")]
         if graded in profiles:
-            with replaced_products(linears, _product(linears, result, profiles.index(graded))):
+            with replaced_forward({linears[n]: _forward(linears[n], result, n, profiles.index(graded)) for n in linears}):
                 rows.append(self._row(graded, "graded", "group64"))
         return rows
 
@@ -89,16 +88,17 @@ def _first(held_out: Sequence[Batch]) -> Iterator[Batch]:
                 return
 
 
-def _product(linears: dict[str, nn.Linear], result: Result, row: int) -> Any:
-    """(name, x [M, K]) -> [M, N], graded with the thresholds of one profile. Codes are unpacked anew each time."""
+def _forward(linear: nn.Linear, result: Result, name: str, row: int) -> Callable[[Tensor], Tensor]:
+    """What a linear computes graded with the thresholds of one profile. Codes are unpacked anew each time."""
+    packed, table = result.weights[name], result.weights[name].input_rotation
     transforms = layout.transform_stack(result.transforms)
-    group_of = {n: g.name for g in result.groups for n in g.members}
+    (thresholds,) = (result.thresholds[g.name][row] for g in result.groups if name in g.members)
 
-    def product(name: str, x: Tensor) -> Tensor:
-        packed, table = result.weights[name], result.weights[name].input_rotation
-        weight = prepare(layout.to_device(replace(packed, input_rotation=None), device_of(linears[name])), transforms)
-        seen = x if table is None else layout.rotate_inputs(x, table.to(x.device))
-        thresholds = result.thresholds[group_of[name]][row].to(x.device)
-        return graded_candidates(seen[None], weight, linears[name].bias, thresholds[None])[0]
+    def forward(x: Tensor) -> Tensor:
+        weight = prepare(layout.to_device(replace(packed, input_rotation=None), device_of(linear)), transforms)
+        rows = x.reshape(-1, x.shape[-1])
+        seen = rows if table is None else layout.rotate_inputs(rows, table.to(x.device))
+        y = graded_candidates(seen[None], weight, linear.bias, thresholds.to(x.device)[None])[0]
+        return y.view(*x.shape[:-1], -1).to(x.dtype)
 
-    return product
+    return forward

@@ -37,6 +37,17 @@ def as_kept(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@torch.no_grad()
+def write_parameter(module: nn.Module, name: str, data: Tensor) -> None:
+    """Give a parameter new values, also where it is offloaded."""
+    if hasattr(module._parameters, "onload_device"):
+        from compressed_tensors.offload import update_offload_parameter  # there is no offloading without it
+
+        update_offload_parameter(module, name, data)
+    else:
+        getattr(module, name).copy_(data)
+
+
 def input_device(model: Any) -> torch.device:
     """Where token ids go."""
     return device_of(model.get_input_embeddings())
