@@ -17,7 +17,7 @@ from toy import write_other, write_toy
 
 pytestmark = [pytest.mark.serve, pytest.mark.gpu]
 
-OPTIONS = dict(dtype="bfloat16", enforce_eager=False, max_model_len=1024, max_num_seqs=64, kv_cache_memory_bytes=2**30)
+OPTIONS = dict(dtype="bfloat16", enforce_eager=False, max_model_len=2048, max_num_seqs=64, kv_cache_memory_bytes=2**30)
 OPTIONS |= dict(gpu_memory_utilization=0.5)
 BATCHES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 23, 31, 32, 33, 47, 48, 63, 64]
 STEPS = ["ask", "compiled", "every batch", "compiled", "ask", "sleep 1", "ask", "sleep 2", "ask", "reload other", "ask"]
@@ -25,11 +25,13 @@ STEPS = ["ask", "compiled", "every batch", "compiled", "ask", "sleep 1", "ask", 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = write_toy(tmp_path_factory.mktemp("gpu") / "toy", **PARALLEL_TOY)
+    folder = write_toy(tmp_path_factory.mktemp("gpu") / "toy", **PARALLEL_TOY, head=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": OPTIONS["max_model_len"]}))
     other = write_other(folder, folder.with_name("other"))
     drafts = {"speculative_config": {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}}
     jobs = {
-        "first": dict(folder=str(folder), other=str(other), steps=STEPS, batches=BATCHES, long=600)
+        "first": dict(folder=str(folder), other=str(other), steps=STEPS, batches=BATCHES, long=1500)
         | dict(options=OPTIONS | {"enable_sleep_mode": True}),
         "other": dict(folder=str(other), options=OPTIONS),
         "draft": dict(folder=str(folder), options=OPTIONS | drafts),
@@ -53,7 +55,7 @@ def tokens(results, name):
 
 
 def test_no_kernel_is_compiled_after_the_start(results):
-    """Steps of 1 to 64 rows, a prompt of 600 tokens, and mixed batches on the way."""
+    """Steps of 1 to 64 rows, a prompt of 1500 tokens, and mixed batches on the way."""
     assert "error" not in results["first"], results["first"]["error"]
     before, after = results["first"]["compiled"]
     assert sum(before.values()) > 0 and after == before
