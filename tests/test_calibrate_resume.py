@@ -85,6 +85,16 @@ def test_a_killed_run_goes_on_and_gives_the_same_bytes(marker, restored, model, 
     assert set(report["seconds"]) == {"inputs", "scales", "scores", "codes", "thresholds", "check"}
 
 
+def test_a_folded_diagonal_is_folded_once_however_often_a_run_begins(model, text, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("input_diagonal: folded\nscores: joint\n")
+    quantize(str(model), tmp_path / "whole", data=text, recipe=recipe, **OPTIONS)
+    out = tmp_path / "tq"
+    killed("codes 3 of 8", model, text, out, "--recipe", str(recipe))
+    quantize(str(model), out, data=text, recipe=recipe, resume=True, **OPTIONS)
+    assert hashes(out) == hashes(tmp_path / "whole")
+
+
 def test_a_run_may_be_killed_twice(model, text, whole, ended, tmp_path):
     shutil.copytree(ended, tmp_path / "tq.work")
     out = tmp_path / "tq"
