@@ -132,6 +132,8 @@ def test_a_folder_whose_config_differs_is_refused(tmp_path):
     config.model_config, config.loaded_from = SimpleNamespace(model="first"), "first"
     config.check_reload()
     config.model_config.model = str(tmp_path)
+    with pytest.raises(ValueError, match="there is no .*config.json; name a complete folder"):
+        config.check_reload()
     other_config = toy.config | {"transforms": toy.config["transforms"][::-1], "ignore": ["lm_head", "other"]}
     for given, faults in ((toy.config, None), (other_config, "ignore, transforms"), ({}, "quant_method")):
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": given}))

@@ -234,9 +234,12 @@ class TileQuantConfig(QuantizationConfig):
         `ValueError` naming what is not.
         """
         source = getattr(self.model_config, "model", None)
-        if source == self.loaded_from:
+        if source is None or source == self.loaded_from:
             return
-        given = json.loads((Path(str(source)) / "config.json").read_text()).get("quantization_config") or {}
+        config = (Path(source) if Path(source).is_dir() else _downloaded(source, None) or Path(source)) / "config.json"
+        if not config.is_file():
+            raise ValueError(f"{source} cannot be loaded into a running engine: there is no {config}; name a complete folder")
+        given = json.loads(config.read_text()).get("quantization_config") or {}
         ours, theirs = self.schema.dump(), QuantizationSchema.parse(given).dump()
         differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
         if differing:
