@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ QUIET = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
+    # These scripts compute before they start an engine, and threads do not survive a fork: the engine would wait for them.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
+if find_spec("flashinfer") is None:  # vLLM 0.26 takes it for granted where its sampler is on
+    QUIET["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 #: Of a failed engine's log, shown: the folder may be gone when somebody asks.
 LOG_LINES = 30
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -71,6 +73,21 @@ def check_parallel(schema: QuantizationSchema, model_config: Any, parallel: Any)
             + "\n  ".join(legality.faults)
             + f"\nLegal tensor parallel sizes: {legality.legal}. `tilequant inspect FOLDER --tp N` says so without a server."
         )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch work in this thread alone.
+
+    vLLM forks its engine from the server's first process. Threads do not come along, and an engine whose parent has used
+    OpenMP's waits for them for ever at its first operation on a large tensor.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def check_adapters(schema: QuantizationSchema, lora: Any) -> None:
@@ -180,7 +197,8 @@ class TileQuantConfig(QuantizationConfig):
                 "keeps only its part of it"
             )
         if folder.is_dir() and any(folder.glob("*.safetensors*")):
-            verify(folder, hashes=False)  # hashing would read all of the codes
+            with one_thread():
+                verify(folder, hashes=False)  # hashing would read all of the codes
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename modules as vLLM's model class does. Patterns in `ignore` stay: they are matched with vLLM's names."""
