@@ -24,6 +24,7 @@ QUALITY = {
     "same top-1": ".1%",
     "perplexity": ".2f",
 }
+PEERS = {"bf16 µs": "bf16", "INT8 µs": "cutlass_int8", "Marlin 4-bit µs": "marlin4"}
 #: Rows at stored precision by the arithmetic of activations.
 STATIC = {"group64": "all stored bits", "token_smooth": "all stored bits, long prompts"}
 
@@ -92,7 +93,31 @@ def decode() -> str:
     )
 
 
-TABLES = {"quality": quality, "decode": decode}
+def prefill() -> str:
+    """Microseconds of a linear over many rows beside its peers."""
+    data = json.loads((RESULTS / "prefill_int8.h200.json").read_text())
+    rows = [
+        {
+            "N × K": f"{r['N']} × {r['K']}",
+            "rows": r["M"],
+            "kernel": r["kernel"],
+            "µs": r["us"],
+            "of which rows": r["us_prepare"],
+        }
+        | {"× bf16": r["ratio_bf16"]}
+        | {name: r["peers_us"][key] for name, key in PEERS.items()}
+        for r in data["rows"]
+    ]
+    columns = {"N × K": "", "rows": "d", "kernel": "", "µs": ".1f", "of which rows": ".1f", "× bf16": ".2f"}
+    return (
+        "Prompts and batches beyond 8 rows: one linear from bf16 activations to bf16 outputs, weights with 60 % of the tiles "
+        "at 4 bits, quantized rows and expanded tiles included, CUDA-graph replay over rotated weights; peers in "
+        f"the same run. {data['device']}, {data['measured_at'][:10]}, `python benchmarks/bench_prefill_int8.py` "
+        f"([JSON](benchmarks/results/prefill_int8.h200.json)).\n\n{report.table(rows, columns | dict.fromkeys(PEERS, '.1f'))}"
+    )
+
+
+TABLES = {"quality": quality, "decode": decode, "prefill": prefill}
 
 
 def updated(text: str) -> str:

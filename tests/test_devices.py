@@ -15,8 +15,10 @@ from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.kernels import layout, portable
 
 CHOICES = {
-    "joint, static propagation": dict(scores="joint"),
-    "rotated inputs, graded propagation": dict(scores="joint", input_rotation="auto", propagation="graded"),
+    "joint, static propagation": dict(scores="joint", profiles={"2.5": 2.5, "3.0": 3.0}),
+    "rotated inputs, graded propagation": dict(
+        scores="joint", input_rotation="auto", propagation="graded", profiles={"3.0": 3.0}
+    ),
     "a searched distribution": dict(codes="rtn", thresholds="search", search_candidates=3, profiles={"3.0": 3.0}),
     "folded": dict(codes="rtn", input_diagonal="folded", scores="decode"),
 }
