@@ -1,14 +1,16 @@
 """Graded bit-planar GEMV: y = x W^T for 1 to 8 rows, each channel of each row read at its own number of bits.
 
 Two kernels with the same integers inside a tile: `decode_bitplane.cu` (one launch, compute capability 9.0 on) and the
-portable Triton path in `decode_triton.py` (8.0 on, and the interpreter). `capability.choose_path` picks; a path that is asked
-for by name raises when it cannot run.
+portable Triton path in `decode_triton.py` (8.0 on, and the interpreter). `device_path` picks; a path that is asked for by name
+raises when it cannot run.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,19 +25,26 @@ from vllm_tilequant.kernels.capability import (
     device_capability,
     unsupported_reason,
 )
-from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin
+from vllm_tilequant.kernels.checked import checked_weight
+from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, shared_limit
 from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, DecodeWeight, prepare
+from vllm_tilequant.kernels.reference import decode_bitplane_ref
 from vllm_tilequant.kernels.tuning import (
     DecodeConfig,
     StreamConfig,
     cuda_geometry,
     decode_config,
+    default_config,
+    gpu_key,
     multiprocessors,
     stream_geometry,
+    tuned,
 )
 from vllm_tilequant.schema import LEVELS, TILE
 
-__all__ = ["DecodeWeight", "compile_kernels", "decode_linear", "decode_sums", "prepare"]
+__all__ = ["DecodeWeight", "decode_linear", "decode_sums", "make_ready", "prepare"]
+
+logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _HEADERS = tuple(_SOURCE.with_name(f"decode_{part}.cu") for part in ("rows", "finish", "dense"))
@@ -105,8 +114,57 @@ def decode_sums(
     return sums
 
 
-def compile_kernels(device: torch.device, dtype: torch.dtype, config: DecodeConfig | StreamConfig) -> None:
-    """Compile and load now what `decode_linear` would at its first call: a captured graph must not meet the compiler."""
+def make_ready(w: DecodeWeight, dtype: torch.dtype) -> None:
+    """Compile now what calls over this weight with rows of `dtype` would at their first: a captured graph must not meet the
+    compiler."""
+    n, k = w.out_features, w.in_features
+    if device_path(w.device) == "cuda":
+        _compile_cuda(w.device, dtype, decode_config(n, k, w.device))
+        return
+    x = torch.zeros(1, k, dtype=dtype, device=w.device)
+    thresholds = torch.zeros(len(LEVELS) - 1, dtype=torch.float32, device=w.device)
+    for bias in (None, torch.zeros(n, dtype=dtype, device=w.device)):
+        decode_linear(x, w, bias, thresholds)
+
+
+@functools.cache
+def device_path(device: torch.device) -> str | None:
+    """The faster path that runs on a device: `cuda`, if it computes there what it should, else `triton`; None for neither."""
+    capability = device_capability(device)
+    chosen = choose_path(capability)
+    if chosen != "cuda" or not (fault := self_check(device, "cuda")):
+        return chosen
+    logger.error(
+        "graded product on %s: %s; the slower Triton path serves. Please report this with your GPU and driver", device, fault
+    )
+    return None if unsupported_reason(DecodeSpec(TILE, TILE, torch.bfloat16, capability), "triton") else "triton"
+
+
+def self_check(device: torch.device, path: str) -> str | None:
+    """Compute a small weight and compare with the reference: what is wrong, None if nothing."""
+    with torch.device("cpu"):  # whatever the default device is while a server loads
+        packed, transforms = checked_weight()
+        n, k = packed.out_features, packed.in_features
+        x = torch.randn(MAX_ROWS, k, dtype=torch.float32, generator=torch.Generator().manual_seed(1)).bfloat16()
+        thresholds = torch.tensor([0.2, 0.6, 1.0, 1.6])
+        wanted = decode_bitplane_ref(x, packed, transforms[packed.output_transform.long()], thresholds)
+        w = prepare(packed, transforms)
+    w = w.to(device)
+    configs: list[DecodeConfig | StreamConfig | None] = [None]
+    if path == "cuda":
+        configs = [default_config(n, k, multiprocessors(device).count, shared_limit(device))]
+        known = tuned(gpu_key(torch.cuda.get_device_properties(device).name)).values()
+        if stream := next((c for c in known if isinstance(c, StreamConfig)), None):
+            configs.append(replace(stream, ctas=5, chains=4))
+    for config in configs:
+        for rows in (1, 2, 3, MAX_ROWS):
+            got = decode_linear(x[:rows].to(device), w, None, thresholds.to(device), path=path, config=config).cpu().double()
+            if not float((got - wanted[:rows]).norm() / wanted[:rows].norm()) < 2.0**-8:
+                return f"the kernel gives wrong results for {rows} rows with {config}"
+    return None
+
+
+def _compile_cuda(device: torch.device, dtype: torch.dtype, config: DecodeConfig | StreamConfig) -> None:
     if isinstance(config, StreamConfig):
         module = _module(device, dtype, config.stages, False, True)
         for name in (*(f"decode_8_{rows}" for rows in (1, 2, 4, 8)), "prepare_4", "prepare_8"):
@@ -166,7 +224,7 @@ def _path(x: Tensor, w: DecodeWeight, path: str | None) -> str:
 def _device_path(device: torch.device, n: int, k: int, dtype: torch.dtype, path: str | None) -> str:
     capability = device_capability(device)
     reason = unsupported_reason(DecodeSpec(n, k, dtype, capability), path)
-    chosen = path or choose_path(capability)
+    chosen = path or device_path(device)
     if reason or chosen is None:
         raise NotImplementedError(f"graded product on {device}: {reason}: use `portable.graded_linear`")
     return chosen

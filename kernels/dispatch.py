@@ -13,7 +13,6 @@ from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.layout import PackedWeight
 from vllm_tilequant.kernels.portable import PortableWeight
 from vllm_tilequant.kernels.prefill_int8 import Gemm, PrefillWeight
-from vllm_tilequant.kernels.tuning import decode_config
 
 #: Rows up to which the graded product is used. A captured graph or a batch above it runs at stored precision.
 GRADED_ROWS = 8
@@ -58,13 +57,12 @@ def prepare(
         dense = portable.dequantize(replace(w, input_rotation=None), transforms, dtype)
         return LinearWeight(dense, portable.prepare(w, transforms), w.input_rotation)
     # Now: a captured graph must not meet the compiler. Rotated activations of the graded product are float32.
-    read = dtype if w.input_rotation is None else torch.float32
-    decode_bitplane.compile_kernels(device, read, decode_config(n, k, device))
+    graded = decode_bitplane.prepare(w, transforms)
+    decode_bitplane.make_ready(graded, dtype if w.input_rotation is None else torch.float32)
     if w.input_rotation is not None:
         rotate(torch.zeros(1, k, dtype=dtype, device=device), w.input_rotation)  # the kernel has one form for every shape
     prefill_int8.compile_kernels(device, dtype, k, smoothing is not None, w.input_rotation)
     prefill_int8.reserve(device, n, k)
-    graded = decode_bitplane.prepare(w, transforms)
     static = prefill_int8.prepare(w, graded, smoothing=smoothing)
     prefill_int8.warm(graded, static, dtype)
     return LinearWeight(static, graded, w.input_rotation)

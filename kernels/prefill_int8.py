@@ -18,19 +18,17 @@ from torch import Tensor
 
 from vllm_tilequant.kernels import decode_weight, prefill_cuda
 from vllm_tilequant.kernels.capability import DTYPES, device_capability
+from vllm_tilequant.kernels.checked import checked_weight
 from vllm_tilequant.kernels.decode_weight import IDENTITY, DecodeWeight
 from vllm_tilequant.kernels.layout import (
     PackedWeight,
     aligned_codes,
-    expand_tiles,
     hadamard_matrix,
-    pack,
     to_device,
-    transform_stack,
 )
 from vllm_tilequant.kernels.reference import SMALLEST, coarse, linear_ref, requantize_ref
 from vllm_tilequant.kernels.tuning import PrefillConfig, prefill_config
-from vllm_tilequant.schema import PREFILL_ACTIVATIONS, TILE, Transform
+from vllm_tilequant.schema import PREFILL_ACTIVATIONS, TILE
 
 logger = logging.getLogger(__name__)
 
@@ -164,12 +162,11 @@ def device_path(device: torch.device) -> str:
 
 
 def self_check(device: torch.device, path: str) -> str | None:
-    """Compute a small weight both ways and compare with the references: what is wrong, None if nothing.
-
-    These kernels are compiled on the user's machine for the user's driver, and a wrong one would only be seen as bad text.
-    """
+    """Compute a small weight both ways and compare with the references: what is wrong, None if nothing."""
     with torch.device("cpu"):  # whatever the default device is while a server loads
-        packed, transforms, drawn = _checked_weight()
+        packed, transforms = checked_weight()
+        g = torch.Generator().manual_seed(1)
+        drawn = [torch.randn(m, packed.in_features, dtype=torch.float32, generator=g) for m in (9, 40)]
         matrices = transforms[packed.output_transform.long()]
         w, config = decode_weight.prepare(packed, transforms), PrefillConfig(2, 64)
         wanted = [linear_ref(x, packed, matrices, int8=True) for x in drawn]
@@ -185,17 +182,6 @@ def self_check(device: torch.device, path: str) -> str | None:
     if not torch.equal(out.cpu(), codes):
         return "the expansion gives wrong codes"
     return None
-
-
-def _checked_weight() -> tuple[PackedWeight, Tensor, list[Tensor]]:
-    """A weight with tiles of every width, rotated and not; transforms; rows of two sizes."""
-    g = torch.Generator().manual_seed(0)
-    bits = torch.tensor([2, 4, 6, 8], dtype=torch.uint8)[torch.randint(4, (9, 3), generator=g)]
-    codes = torch.randint(256, (9 * TILE, 3 * TILE), dtype=torch.uint8, generator=g) >> (8 - expand_tiles(bits))
-    scale = torch.rand(bits.shape, dtype=torch.float32, generator=g) + 0.5
-    packed = pack(codes, bits, scale, torch.arange(9, dtype=torch.uint8) % 2)
-    transforms = transform_stack([Transform(kind="identity"), Transform(kind="randomized_hadamard", seed=1)])
-    return packed, transforms, [torch.randn(m, 3 * TILE, dtype=torch.float32, generator=g) for m in (9, 40)]
 
 
 def takes_short(rows: int, config: PrefillConfig, activation: str) -> bool:

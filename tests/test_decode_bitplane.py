@@ -10,7 +10,7 @@ import torch
 
 from cases import MAPS, ROWS, SHAPES, THRESHOLDS, TRANSFORMS, make_case, make_rows
 from tolerances import OUTPUT_RMS, poison_allocator, relative_rms
-from vllm_tilequant.kernels import reference
+from vllm_tilequant.kernels import decode_bitplane, dispatch, prefill_int8, reference
 from vllm_tilequant.kernels.capability import MAX_ROWS
 from vllm_tilequant.kernels.decode_bitplane import decode_linear, decode_sums, prepare
 from vllm_tilequant.kernels.layout import to_device
@@ -65,6 +65,55 @@ def check(case, m, thresholds, dtype, device, *, path, config=None, bias=True, s
 )
 def test_the_interpreter_runs_the_same_kernels(shape, kind, m, thresholds, dtype):
     check(make_case(*shape, kind), m, thresholds, dtype, "cpu", path="triton")
+
+
+interpreted = pytest.mark.skipif(
+    find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1", reason="Triton with TRITON_INTERPRET=1"
+)
+
+
+@interpreted
+def test_the_check_at_load_sees_a_wrong_kernel(monkeypatch):
+    from vllm_tilequant.kernels import decode_triton
+
+    cpu = torch.device("cpu")
+    assert decode_bitplane.self_check(cpu, "triton") is None
+    right = decode_triton.launch
+    monkeypatch.setattr(decode_triton, "launch", lambda x, w, bias, t, out: (right(x, w, bias, t, out), out[-1, :64].zero_()))
+    assert "wrong results for 1 rows" in decode_bitplane.self_check(cpu, "triton")
+
+
+@interpreted
+def test_a_gpu_without_clusters_is_served_by_triton(monkeypatch):
+    """Compute capability 8.0, with the interpreter as its GPU: nothing may reach for the CUDA sources."""
+    caches = (decode_bitplane.device_path, decode_bitplane._device_path, prefill_int8.device_path)
+    for module in (decode_bitplane, dispatch, prefill_int8):
+        monkeypatch.setattr(module, "device_capability", lambda device: (8, 0))
+    for cache in caches:
+        cache.cache_clear()
+    case, called = make_case(576, 64), []
+    monkeypatch.setattr(
+        decode_bitplane, "decode_linear", lambda *a, **k: (called.append(a[2] is None), decode_linear(*a, **k))[1]
+    )
+    try:
+        w = dispatch.prepare(case.weight, TRANSFORMS, torch.bfloat16, "group64")
+        assert called == [True, False]  # compiled by calls, without and with bias
+        thr = torch.tensor(THRESHOLDS["graded"])
+        for m in (1, 9):
+            x = make_rows(m, 64, torch.bfloat16)
+            y = dispatch.tile_linear(x, w, None, thr, graded_rows=8, activation="group64")
+            graded = reference.decode_bitplane_ref(x, case.weight, case.matrices, thr)
+            wanted = graded if m == 1 else reference.linear_ref(x, case.weight, case.matrices, int8=True)
+            assert relative_rms(y, wanted) <= OUTPUT_RMS["bfloat16"]
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["cuda", "triton"])
+def test_the_check_at_load_passes(path):
+    assert decode_bitplane.self_check(torch.device("cuda"), path) is None
 
 
 @pytest.mark.gpu
