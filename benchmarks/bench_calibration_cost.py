@@ -37,13 +37,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm_tilequant import evaluate as ev
 from vllm_tilequant.calibrate.checkpoint import build_schema, write_dense_back
 from vllm_tilequant.calibrate.judging import Judge
-from vllm_tilequant.calibrate.pipeline import STATE_TYPES, Calibration, Result
+from vllm_tilequant.calibrate.pipeline import STATE_TYPES, Calibration
 from vllm_tilequant.calibrate.progress import Progress
 from vllm_tilequant.calibrate.report import measured_bits, peak_memory, stored_bits
+from vllm_tilequant.calibrate.result import Result
 from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.calibrate.work import WorkFolder
 from vllm_tilequant.checkpoint.verify import verify
-from vllm_tilequant.kernels import layout
 from vllm_tilequant.schema import QuantizationSchema
 
 MOST_SECONDS, MOST_GPU_GIB = 900, 40
@@ -115,13 +115,10 @@ def save(model: Any, result: Result, schema: QuantizationSchema, out: Path) -> N
     parts: dict[str, list[str]] = {}
     for name in result.weights:
         parts.setdefault(name.split(".")[2], []).append(name)
-    group_of = {n: g.name for g in result.groups for n in g.members}
     for part in ["dense", *parts]:
         tensors = dict(files.get(part, {}))
         for name in parts.get(part, []):
-            group = group_of[name]
-            stored = layout.to_tensors(result.weights[name], result.thresholds[group], result.smoothing.get(group))
-            tensors |= {f"{name}.{suffix}": t.clone() for suffix, t in stored.items()}
+            tensors |= {f"{name}.{suffix}": t.clone() for suffix, t in result.tensors(name).items()}
         save_file(tensors, out / f"model-{part}.safetensors", metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, f"model-{part}.safetensors")
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))

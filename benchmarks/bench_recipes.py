@@ -31,7 +31,6 @@ from vllm_tilequant.calibrate.pipeline import Calibration
 from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.cli.evaluate import print_progress
 from vllm_tilequant.hf import STATIC_ACTIVATIONS
-from vllm_tilequant.kernels import layout
 from vllm_tilequant.schema import PROFILE_FULL, PROFILE_OFF, QuantizationSchema
 
 #: Recipe -> most stored bits, and (profile, most loaded bits, most KL in milli-nats) for 65,536 tokens of WikiText-2 test with
@@ -60,10 +59,8 @@ def calibrate(source: Path, out: Path, settings: Settings, windows: torch.Tensor
     for file in sorted(source.glob("*.safetensors")):
         dense = {n: t for n, t in load_file(file).items() if n.removesuffix(".weight") not in linears}
         tensors |= {n: state[n].to("cpu", t.dtype) for n, t in dense.items()}
-    for group in result.groups:
-        for name in group.members:
-            stored = layout.to_tensors(result.weights[name], result.thresholds[group.name], result.smoothing.get(group.name))
-            tensors |= {f"{name}.{suffix}": t.clone() for suffix, t in stored.items()}
+    for name in result.weights:
+        tensors |= {f"{name}.{suffix}": t.clone() for suffix, t in result.tensors(name).items()}
     write(source, out, tensors, schema)
     return result.report
 

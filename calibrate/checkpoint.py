@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm_tilequant import schema as s
-from vllm_tilequant.calibrate.pipeline import Result
 from vllm_tilequant.calibrate.placing import write_parameter
+from vllm_tilequant.calibrate.result import Result
 from vllm_tilequant.checkpoint.card import CALIBRATION, origin, write_card
 from vllm_tilequant.checkpoint.files import Tensors, read_headers
 from vllm_tilequant.kernels import layout
@@ -30,18 +30,18 @@ SHARD_BYTES = 4 << 30
 
 def build_schema(result: Result, linears: dict[str, nn.Linear], profiles: list[str], default: str, ignore: list[str]):
     """The `quantization_config` of a finished calibration, in model order."""
-    group_of = {member: g.name for g in result.groups for member in g.members}
     modules = {}
     for name, linear in linears.items():
+        group = result.group_of[name]
         bits, counts = result.weights[name].tile_bits.unique(return_counts=True)
         modules[name] = s.Module(
             out_features=linear.out_features,
             in_features=linear.in_features,
             tile_counts={int(b): int(c) for b, c in zip(bits, counts, strict=True)},
             bias=linear.bias is not None,
-            input_group=group_of[name],
-            input_transform=len(result.transforms) - 1 if group_of[name] in result.rotated else None,
-            smoothing=group_of[name] in result.smoothing,
+            input_group=group,
+            input_transform=len(result.transforms) - 1 if group in result.rotated else None,
+            smoothing=group in result.smoothing,
         )
     return s.QuantizationSchema(
         quant_method=s.QUANT_METHOD,
@@ -74,15 +74,12 @@ def wrap_save_pretrained(model: PreTrainedModel, packed: Callable[[], tuple[Resu
         kwargs.setdefault("max_shard_size", SHARD_BYTES)
         restore_norms(model)
         result, schema = packed()
-        group_of = {member: g.name for g in result.groups for member in g.members}
         modules = dict(model.named_modules())
         dense = {name: modules[name].weight for name in schema.modules}
         try:
             for name in schema.modules:
                 # Clones: two tensors of one checkpoint may not share storage, and members of a group share thresholds.
-                group = group_of[name]
-                stored = layout.to_tensors(result.weights[name], result.thresholds[group], result.smoothing.get(group))
-                _replace(modules[name], {suffix: t.clone() for suffix, t in stored.items()})
+                _replace(modules[name], {suffix: t.clone() for suffix, t in result.tensors(name).items()})
             inner(save_directory, *args, save_compressed=True, **kwargs)
         finally:
             for name, weight in dense.items():

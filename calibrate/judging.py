@@ -23,7 +23,7 @@ from vllm_tilequant.kernels.portable import prepare
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from vllm_tilequant.calibrate.pipeline import Result
+    from vllm_tilequant.calibrate.result import Result
 
 #: Held-out tokens that are judged: the source's logits are kept for them, 4 bytes for each word of the vocabulary.
 TOKENS = 1024
@@ -92,7 +92,7 @@ def _forward(linear: nn.Linear, result: Result, name: str, row: int) -> Callable
     """What a linear computes graded with the thresholds of one profile. Codes are unpacked anew each time."""
     packed, table = result.weights[name], result.weights[name].input_rotation
     transforms = layout.transform_stack(result.transforms)
-    (thresholds,) = (result.thresholds[g.name][row] for g in result.groups if name in g.members)
+    thresholds = result.thresholds[result.group_of[name]][row]
 
     def forward(x: Tensor) -> Tensor:
         weight = prepare(layout.to_device(replace(packed, input_rotation=None), device_of(linear)), transforms)

@@ -18,9 +18,10 @@ from torch import nn
 from vllm_tilequant.calibrate.capture import Batch
 from vllm_tilequant.calibrate.checkpoint import build_schema, untie_head, wrap_save_pretrained, write_dense_back
 from vllm_tilequant.calibrate.judging import Judge
-from vllm_tilequant.calibrate.pipeline import Calibration, Result
+from vllm_tilequant.calibrate.pipeline import Calibration
 from vllm_tilequant.calibrate.progress import Progress
 from vllm_tilequant.calibrate.report import complete, measured_bits
+from vllm_tilequant.calibrate.result import Result
 from vllm_tilequant.calibrate.settings import Settings
 from vllm_tilequant.calibrate.work import WorkFolder
 from vllm_tilequant.schema import TILE, QuantizationSchema

@@ -8,7 +8,7 @@ and graded propagation need provisional thresholds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,7 @@ from vllm_tilequant.calibrate.capture import Batch, Group, find_groups, token_ma
 from vllm_tilequant.calibrate.moments import Moments
 from vllm_tilequant.calibrate.placing import Held, device_of, offloaded
 from vllm_tilequant.calibrate.progress import Progress
+from vllm_tilequant.calibrate.result import Result
 from vllm_tilequant.calibrate.scales import FORMS, InputStatistics, ScaleSearch
 from vllm_tilequant.calibrate.search import graded_candidates, search_thresholds
 from vllm_tilequant.calibrate.settings import Settings, Target
@@ -38,7 +39,7 @@ from vllm_tilequant.calibrate.thresholds import (
 from vllm_tilequant.calibrate.work import WorkFolder
 from vllm_tilequant.kernels import layout
 from vllm_tilequant.kernels.portable import PortableWeight, dequantize, prepare, static_linear
-from vllm_tilequant.schema import TILE, Transform
+from vllm_tilequant.schema import TILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,26 +59,6 @@ _KEPT = {
 }
 #: The dataclasses among it.
 STATE_TYPES = (Group, Histogram, InputStatistics, layout.PackedWeight)
-
-
-@dataclass(frozen=True)
-class Result:
-    """A finished calibration: packed weights by module, thresholds [profiles, 4] by group, and what was measured.
-
-    rotated: groups whose inputs are rotated, by the last of `transforms`
-    smoothing: [K] uint8 by group, as stored, where long prompts divide their inputs
-    folded: groups whose inputs were scaled, by `diagonal.fold`
-    """
-
-    groups: list[Group]
-    weights: dict[str, layout.PackedWeight]
-    thresholds: dict[str, Tensor]
-    transforms: list[Transform]
-    max_bits: int
-    report: dict
-    rotated: frozenset[str] = frozenset()
-    smoothing: dict[str, Tensor] = field(default_factory=dict)
-    folded: frozenset[str] = frozenset()
 
 
 class Calibration:

@@ -18,7 +18,7 @@ from vllm_tilequant.schema import LEVELS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from vllm_tilequant.calibrate.pipeline import Result
+    from vllm_tilequant.calibrate.result import Result
 
 
 def measured_bits(
@@ -84,12 +84,7 @@ def complete(
 def stored_bits(result: Result) -> float:
     """Everything stored of the quantized linears, thresholds with them, per weight."""
     weights = sum(w.out_features * w.in_features for w in result.weights.values())
-    group_of = {n: g.name for g in result.groups for n in g.members}
-    total = 0
-    for name, w in result.weights.items():
-        group = group_of[name]
-        total += sum(t.nbytes for t in layout.to_tensors(w, result.thresholds[group], result.smoothing.get(group)).values())
-    return total * 8 / weights
+    return sum(t.nbytes for name in result.weights for t in result.tensors(name).values()) * 8 / weights
 
 
 def peak_memory() -> dict[str, int]:
