@@ -146,7 +146,7 @@ def self_check(device: torch.device, path: str) -> str | None:
         packed, transforms = checked_weight()
         n, k = packed.out_features, packed.in_features
         x = torch.randn(MAX_ROWS, k, dtype=torch.float32, generator=torch.Generator().manual_seed(1)).bfloat16()
-        thresholds = torch.tensor([0.2, 0.6, 1.0, 1.6])
+        thresholds = torch.tensor([0.2, 0.6, 1.0, 1.6], dtype=torch.float32)  # vLLM's default dtype is the model's meanwhile
         wanted = decode_bitplane_ref(x, packed, transforms[packed.output_transform.long()], thresholds)
         w = prepare(packed, transforms)
     w = w.to(device)

@@ -84,6 +84,15 @@ def test_the_check_at_load_sees_a_wrong_kernel(monkeypatch):
 
 
 @interpreted
+def test_the_check_at_load_runs_while_a_server_loads():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert decode_bitplane.self_check(torch.device("cpu"), "triton") is None
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@interpreted
 def test_a_gpu_without_clusters_is_served_by_triton(monkeypatch):
     """Compute capability 8.0, with the interpreter as its GPU: nothing may reach for the CUDA sources."""
     caches = (decode_bitplane.device_path, decode_bitplane._device_path, prefill_int8.device_path)
