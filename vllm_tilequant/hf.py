@@ -149,9 +149,9 @@ class TileLinear(nn.Module):
         self.bias = None if bias is None else bias.to(device, dtype)
         rows = [*thresholds.tolist(), FULL_THRESHOLDS]
         names = [*shared.schema.profiles.names, PROFILE_FULL]
-        self.thresholds = {
+        self.thresholds = {  # [4] float32 each
             n: torch.tensor(r, dtype=torch.float32, device=device) for n, r in zip(names, rows, strict=True)
-        }  # [4] float32 each
+        }
         self.cost = layout.level_cost(weight.tile_bits)  # [5, K/64] float64
         self.stored_code_bits = layout.tile_code_bits(weight.tile_bits)
         self.smoothing = None if smoothing is None else smoothing.to(device)
