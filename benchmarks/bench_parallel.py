@@ -30,6 +30,8 @@ SMALL = (Shape("small", 512, 1536, 8, 4, 64), 5, 2048)
 TINY = (Shape("tiny", 256, 512, 4, 2, 64), 3, 512)
 #: vLLM's own all-reduce kernels are left out: what differs between methods is the linears.
 ENGINE = {"disable_custom_all_reduce": True}
+#: Little: greedy text is asked for beside whatever else runs there.
+ROOM = {"kv_cache_memory_bytes": 2**28, "gpu_memory_utilization": 0.3}
 
 
 def run_engine(args: argparse.Namespace) -> None:
@@ -53,7 +55,11 @@ def greedy(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
     rows, wanted = [], None
     for tp, pp in ((1, 1), (2, 1), (1, 2)):
         # vLLM's CPU backend runs stages only traced and without its asynchronous scheduler
-        stages = ENGINE | ({"async_scheduling": False} if pp > 1 else {"enforce_eager": device == "cpu"})
+        stages = (
+            ENGINE
+            | (ROOM if device == "cuda" else {})
+            | ({"async_scheduling": False} if pp > 1 else {"enforce_eager": device == "cpu"})
+        )
         options = dict(model=str(folder), dtype="float32", tensor_parallel_size=tp, pipeline_parallel_size=pp, **stages)
         got = engine_run(args, f"greedy-tp{tp}-pp{pp}", __file__, **options)["tokens"]
         wanted = wanted or got

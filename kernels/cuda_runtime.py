@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import glob
+import hashlib
 import importlib.util
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,12 +54,46 @@ def compile_cubin(source: Path, *, headers: Sequence[Path] = (), architecture: s
     """Machine code of `source` for `architecture` (such as "sm_90a"). Raises `CompileError` with the compiler's log.
 
     headers: files that `source` includes by their names.
+    What was compiled before is taken from `cache_folder`, by a digest of everything that it depends on.
     """
     lib = nvrtc()
     if lib is None:
         raise CompileError(
             f"no NVRTC library for CUDA {torch.version.cuda}; install the nvidia-cuda-nvrtc package of that CUDA"
         )
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    options = [
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        "--device-as-default-execution-space",
+        *(f"-D{d}" for d in defines),
+    ]
+    digest = hashlib.sha256(f"{major.value}.{minor.value} {options}".encode())
+    for path in (source, *headers):
+        digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    kept = cache_folder() / f"{source.stem}-{digest.hexdigest()}.cubin"
+    try:
+        return kept.read_bytes()
+    except OSError:
+        cubin = _compile(lib, source, headers, architecture, options)
+    try:  # whole or not at all, whoever else does the same; and a server without a home still serves
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+            file.write(cubin)
+        os.replace(file.name, kept)
+    except OSError:
+        pass
+    return cubin
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept between processes: `VLLM_TILEQUANT_CACHE`, or a folder of the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("VLLM_TILEQUANT_CACHE") or os.path.join(cache, "vllm_tilequant"))
+
+
+def _compile(lib: ctypes.CDLL, source: Path, headers: Sequence[Path], architecture: str, options: list[str]) -> bytes:
     program = ctypes.c_void_p()
     texts = (ctypes.c_char_p * len(headers))(*(h.read_bytes() for h in headers))
     names = (ctypes.c_char_p * len(headers))(*(h.name.encode() for h in headers))
@@ -65,12 +101,6 @@ def compile_cubin(source: Path, *, headers: Sequence[Path] = (), architecture: s
     if code:
         raise CompileError(f"nvrtcCreateProgram failed with {code}")
     try:
-        options = [
-            f"--gpu-architecture={architecture}",
-            "--std=c++17",
-            "--device-as-default-execution-space",
-            *(f"-D{d}" for d in defines),
-        ]
         array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
         if lib.nvrtcCompileProgram(program, len(options), array):
             size = ctypes.c_size_t()

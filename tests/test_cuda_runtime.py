@@ -1,0 +1,61 @@
+"""Compiled kernels are kept between processes, by everything that their machine code depends on. No GPU, no NVRTC."""
+
+import types
+
+import pytest
+
+from vllm_tilequant.kernels import cuda_runtime
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """A stand-in for NVRTC: `version` may be set, `compiled` counts."""
+    state = types.SimpleNamespace(version=(13, 0), compiled=0)
+
+    def version(major, minor):
+        major._obj.value, minor._obj.value = state.version
+
+    def compile(lib, source, headers, architecture, options):
+        state.compiled += 1
+        return f"{state.compiled} {architecture} {options}".encode()
+
+    monkeypatch.setattr(cuda_runtime, "nvrtc", lambda: types.SimpleNamespace(nvrtcVersion=version))
+    monkeypatch.setattr(cuda_runtime, "_compile", compile)
+    monkeypatch.setenv("VLLM_TILEQUANT_CACHE", str(tmp_path / "cache"))
+    state.source, state.header = tmp_path / "a.cu", tmp_path / "b.cu"
+    state.source.write_text("source")
+    state.header.write_text("header")
+    state.get = lambda architecture="sm_90a", defines=("A=1",): cuda_runtime.compile_cubin(
+        state.source, headers=[state.header], architecture=architecture, defines=defines
+    )
+    return state
+
+
+def test_what_was_compiled_is_compiled_once(compiler):
+    assert compiler.get() == compiler.get()
+    assert compiler.compiled == 1
+    assert len(list(cuda_runtime.cache_folder().iterdir())) == 1  # nothing half written stays
+
+
+def test_everything_that_matters_is_in_the_name(compiler):
+    found = {compiler.get(), compiler.get(architecture="sm_100"), compiler.get(defines=("A=2",)), compiler.get(defines=())}
+    compiler.version = (13, 1)
+    found.add(compiler.get())
+    compiler.header.write_text("another header")
+    found.add(compiler.get())
+    compiler.source.write_text("another source")
+    found.add(compiler.get())
+    assert compiler.compiled == len(found) == 7
+
+
+def test_a_folder_that_cannot_be_written_is_no_fault(compiler, monkeypatch):
+    monkeypatch.setenv("VLLM_TILEQUANT_CACHE", str(compiler.source / "below a file"))
+    assert compiler.get() != compiler.get()
+
+
+def test_where_the_cache_lies(monkeypatch):
+    monkeypatch.delenv("VLLM_TILEQUANT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert str(cuda_runtime.cache_folder()) == "/x/vllm_tilequant"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cuda_runtime.cache_folder().parts[-2:] == (".cache", "vllm_tilequant")
