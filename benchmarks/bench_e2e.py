@@ -6,14 +6,17 @@
 Weights are random (`synthetic.py`), all settings equal, CUDA graphs on where the device has them, captured for the batches
 measured. One engine serves every profile and batch of a method. The thresholds of a profile are scaled until the loaded bits,
 counted in the same engine from the activations of decode steps outside of graphs, meet its name; `loaded_bits` of a batch is
-what its rows want together, and empty where they run at stored precision. A method that cannot run is named at the end, never
-estimated. Writes `benchmarks/results/e2e.<device>.json`. Runs in the serving environment.
+what its rows want together, and empty where they run at stored precision. `weights_s` is what vLLM says it took to load and
+prepare the weights; with `--stored` bf16 has some to load too (else they are made up), freshly written as ours are. A method
+that cannot run is named at the end, never estimated. Writes `benchmarks/results/e2e.<device>.json`. Runs in the
+serving environment.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -53,7 +56,7 @@ W8A8 = {
 }
 METHODS = ("tilequant", "w4a16", "bf16", "w8a8")
 COLUMNS = {"method": "", "profile": "", "batch": "d", "prompt": "d", "ttft_ms": ".1f", "tpot_ms": ".3f", "loaded_bits": ".2f"}
-COLUMNS |= {"resident_bits": ".2f", "resident_gib": ".2f", "peak_gib": ".2f", "load_s": ".0f"}
+COLUMNS |= {"resident_bits": ".2f", "resident_gib": ".2f", "peak_gib": ".2f", "load_s": ".0f", "weights_s": ".1f"}
 
 
 class Probe:
@@ -208,15 +211,19 @@ def measure(
             synthetic.write_tilequant(folder, shape, layers, vocab, args.prompt + args.output_tokens // 2, device)
         work["profiles"] = args.profile
         options["additional_config"] = {QUANT_METHOD: {"profile": args.profile[0]}}
-        if device == "cuda":
-            torch.cuda.empty_cache()
     else:
         quantization = {"bf16": None, "w4a16": synthetic.W4A16, "w8a8": W8A8}[method]
-        if not folder.exists():
+        stored = args.stored and method == "bf16"
+        if not folder.exists() and stored:
+            synthetic.write_dense(folder, shape, layers, vocab, device)
+        elif not folder.exists():
             synthetic.write_config(folder, shape, layers, vocab, quantization)
-        options["load_format"] = "dummy"
+        options["load_format"] = "auto" if stored else "dummy"
+    if device == "cuda":
+        torch.cuda.empty_cache()
     written = time.monotonic() - began
-    got = engine_run(args, f"{method}-tp{tp}", __file__, **options)
+    got = engine_run(args, name := f"{method}-tp{tp}", __file__, **options)
+    said = re.search(r"Model loading took .*?([\d.]+) seconds", (args.folder / f"{name}.log").read_text(errors="replace"))
     print(
         f"{method}: {written:.0f} s to write, {got['load_s']:.0f} s to start, {time.monotonic() - began:.0f} s in all",
         flush=True,
@@ -225,6 +232,8 @@ def measure(
     common = {
         "resident_gib": sizes["resident"] / 2**30, "peak_gib": sizes["peak"] / 2**30 or None,
         "resident_bits": 8 * tp * sizes["linears"] / weights or None, "load_s": got["load_s"], "tp": tp, "pp": 1,
+        "weights_s": float(said[1]) if said and options.get("load_format") != "dummy" else None,
+        "stored_gib": sum(p.stat().st_size for p in folder.glob("*.safetensors")) / 2**30 or None,
         "repeats": args.repeats, **SETTINGS,
     }  # fmt: skip
     return [{"model": shape.name, "method": method} | row | common for row in got["rows"]]
@@ -238,6 +247,7 @@ def add_load(parser: argparse.ArgumentParser, batch: list[int], long: int | None
     parser.add_argument("--output-tokens", type=int, default=OUTPUT)
     parser.add_argument("--long", type=int, default=long, help="prompt of the row for the first token")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--stored", action="store_true", help="write weights for bf16 too, and load them")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
 

@@ -94,6 +94,26 @@ def write_config(folder: Path, shape: Shape, layers: int, vocab: int, quantizati
     return folder
 
 
+def write_dense(folder: Path, shape: Shape, layers: int, vocab: int, device: str) -> Path:
+    """A complete bf16 checkpoint, a file a layer, to measure how long one takes to load."""
+    folder.mkdir(parents=True)
+    g = torch.Generator(device).manual_seed(0)
+
+    def dense(n: int, k: int) -> Tensor:
+        return (torch.randn(n, k, generator=g, device=device) * k**-0.5).bfloat16().cpu()
+
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        norms = ("input_layernorm", "post_attention_layernorm")
+        tensors = {f"{prefix}{n}.weight": torch.ones(shape.hidden, dtype=torch.bfloat16) for n in norms}
+        tensors |= {f"{prefix}{name}.weight": dense(n, k) for name, (n, k) in shape.linears().items()}
+        save_file(tensors, folder / f"layer-{layer:03d}.safetensors", metadata={"format": "pt"})
+    ends = {"model.norm.weight": torch.ones(shape.hidden, dtype=torch.bfloat16), "lm_head.weight": dense(vocab, shape.hidden)}
+    save_file(ends | {"model.embed_tokens.weight": dense(vocab, shape.hidden)}, folder / "ends.safetensors")
+    (folder / "config.json").write_text(json.dumps(config(shape, layers, vocab, None), indent=1))
+    return folder
+
+
 def write_tilequant(
     folder: Path, shape: Shape, layers: int, vocab: int, context: int, device: str, dtype: torch.dtype = torch.bfloat16
 ) -> Path:

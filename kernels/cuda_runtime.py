@@ -143,9 +143,19 @@ class _Config(ctypes.Structure):
     ]
 
 
+_Parameters = ctypes.c_void_p * 1
 _CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6
 _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT, _NON_PORTABLE_CLUSTER = 8, 9, 14
 _STATIC_SHARED, _LOCAL_BYTES, _NUM_REGS = 1, 3, 4
+
+
+def _config(grid: int, threads: int, cluster: int, shared_bytes: int, overlap: bool) -> _Config:
+    attributes = (_Attribute * 2)()
+    attributes[0].id = _CLUSTER_DIMENSION
+    attributes[0].value.dim[:] = (cluster, 1, 1)
+    attributes[1].id = _PROGRAMMATIC_SERIALIZATION
+    attributes[1].value.flag = 1
+    return _Config((grid, 1, 1), (threads, 1, 1), shared_bytes, None, attributes, 2 if overlap else 1)
 
 
 def shared_limit(device: torch.device) -> int:
@@ -158,6 +168,7 @@ class Kernel:
 
     def __init__(self, handle: ctypes.c_void_p, name: str, shared_limit: int) -> None:
         self.handle, self.name = handle, name
+        self._configs: dict[tuple[int, int, int, int, bool], _Config] = {}
         free = shared_limit - self.attribute(_STATIC_SHARED)
         check(driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, free), f"shared memory limit of {name}")
         check(driver().cuFuncSetAttribute(handle, _NON_PORTABLE_CLUSTER, 1), f"cluster limit of {name}")
@@ -175,13 +186,14 @@ class Kernel:
         self, args: ctypes.Structure, *, grid: int, threads: int, cluster: int, shared_bytes: int, stream: int, overlap: bool
     ) -> None:
         """Run on `stream`; `overlap` lets it start while the kernel before it ends (the kernel waits where it must)."""
-        attributes = (_Attribute * 2)()
-        attributes[0].id = _CLUSTER_DIMENSION
-        attributes[0].value.dim[:] = (cluster, 1, 1)
-        attributes[1].id = _PROGRAMMATIC_SERIALIZATION
-        attributes[1].value.flag = 1
-        config = _Config((grid, 1, 1), (threads, 1, 1), shared_bytes, stream, attributes, 2 if overlap else 1)
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        kept = self._configs.get((grid, threads, cluster, shared_bytes, overlap))
+        if kept is None:
+            kept = self._configs[grid, threads, cluster, shared_bytes, overlap] = _config(
+                grid, threads, cluster, shared_bytes, overlap
+            )
+        config = _Config.from_buffer_copy(kept)  # a copy, as another thread may launch too; `kept` holds the attributes
+        config.stream = stream
+        parameters = _Parameters(ctypes.addressof(args))
         code = driver().cuLaunchKernelEx(ctypes.byref(config), self.handle, parameters, None)
         if code:
             check(code, f"launch of {self.name}, grid {grid} x {threads} threads, cluster {cluster}, {shared_bytes} B shared")
