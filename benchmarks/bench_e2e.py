@@ -54,7 +54,8 @@ W8A8 = {
         }
     },
 }
-METHODS = ("tilequant", "w4a16", "bf16", "w8a8")
+#: `tilequant-int8` is the checkpoint of `tilequant` with an INT8 copy of the weights in memory; its last profile only.
+METHODS = ("tilequant", "w4a16", "bf16", "w8a8", "tilequant-int8")
 COLUMNS = {"method": "", "profile": "", "batch": "d", "prompt": "d", "ttft_ms": ".1f", "tpot_ms": ".3f", "loaded_bits": ".2f"}
 COLUMNS |= {"resident_bits": ".2f", "resident_gib": ".2f", "peak_gib": ".2f", "load_s": ".0f", "weights_s": ".1f"}
 
@@ -195,7 +196,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows of one method. args: those of `add_load`; model: shape, layers, vocabulary; engine: more of vLLM's settings"""
     shape, layers, vocab = model
-    folder = args.folder / method
+    ours, copy = method.startswith("tilequant"), method == "tilequant-int8"
+    folder = args.folder / ("tilequant" if ours else method)
     work: dict[str, Any] = {"batch": args.batch, "repeats": args.repeats, "profiles": [None]}
     work |= {"long": args.long, "prompt": args.prompt, "output": args.output_tokens}
     options: dict[str, Any] = {"model": str(folder), "dtype": "bfloat16", "vocab": vocab, "work": work}
@@ -206,11 +208,11 @@ def measure(
     room = {"kv_cache_memory_bytes": KV_BYTES, "gpu_memory_utilization": 0.6}
     options |= {"enforce_eager": True} if device == "cpu" else graphs | room
     began = time.monotonic()
-    if method == "tilequant":
+    if ours:
         if not folder.exists():
             synthetic.write_tilequant(folder, shape, layers, vocab, args.prompt + args.output_tokens // 2, device)
-        work["profiles"] = args.profile
-        options["additional_config"] = {QUANT_METHOD: {"profile": args.profile[0]}}
+        work["profiles"] = args.profile[-1:] if copy else args.profile
+        options["additional_config"] = {QUANT_METHOD: {"profile": work["profiles"][0], "int8_copy": copy}}
     else:
         quantization = {"bf16": None, "w4a16": synthetic.W4A16, "w8a8": W8A8}[method]
         stored = args.stored and method == "bf16"

@@ -26,11 +26,13 @@ class LinearWeight:
         where there is no kernel the dense weight [N, K] in the model's dtype
     graded: the form that the graded kernel reads, or the portable one where there is no kernel
     input_rotation: [64] uint8, what rotates the inputs of either product (both forms belong to rotated inputs), or None
+    copy: [N, K] int8 of the product at stored precision (`prefill_int8.expanded`) where one is kept, or None
     """
 
     static: PrefillWeight | Tensor
     graded: DecodeWeight | PortableWeight
     input_rotation: Tensor | None = None
+    copy: Tensor | None = None
 
     @property
     def out_features(self) -> int:
@@ -45,12 +47,19 @@ def portable_reason(n: int, k: int, dtype: torch.dtype, device: torch.device, ac
 
 
 def prepare(
-    w: PackedWeight, transforms: Tensor, dtype: torch.dtype, activation: str, *, smoothing: Tensor | None = None
+    w: PackedWeight,
+    transforms: Tensor,
+    dtype: torch.dtype,
+    activation: str,
+    *,
+    smoothing: Tensor | None = None,
+    int8_copy: bool = False,
 ) -> LinearWeight:
     """Arrange a packed weight for serving on the device where it lies, and compile what its kernels need.
 
     transforms: [n, 64, 64] float64, addressed by `w.output_transform`; dtype: the model's
     smoothing: [K] float32, by which long prompts divide their inputs before INT8; None for none
+    int8_copy: keep what long products expand, 8 bits a weight, instead of a workspace; nothing where no kernel runs
     """
     device, n, k = w.plane0.device, w.out_features, w.in_features
     if portable_reason(n, k, dtype, device, activation) is not None:
@@ -62,10 +71,12 @@ def prepare(
     if w.input_rotation is not None:
         rotate(torch.zeros(1, k, dtype=dtype, device=device), w.input_rotation)  # the kernel has one form for every shape
     prefill_int8.compile_kernels(device, dtype, k, smoothing is not None, w.input_rotation)
-    prefill_int8.reserve(device, n, k)
+    if not int8_copy:
+        prefill_int8.reserve(device, n, k)
     static = prefill_int8.prepare(w, graded, smoothing=smoothing)
-    prefill_int8.warm(graded, static, dtype)
-    return LinearWeight(static, graded, w.input_rotation)
+    copy = prefill_int8.expanded(graded, static) if int8_copy else None
+    prefill_int8.warm(graded, static, dtype, copy)
+    return LinearWeight(static, graded, w.input_rotation, copy)
 
 
 def rotate(rows: Tensor, table: Tensor) -> Tensor:
@@ -116,6 +127,6 @@ def tile_linear(
     else:
         assert isinstance(w.graded, DecodeWeight)
         y = prefill_int8.prefill_linear(
-            rows, w.graded, w.static, bias, rotation=w.input_rotation, activation=prefill_activation, gemm=gemm
+            rows, w.graded, w.static, bias, rotation=w.input_rotation, activation=prefill_activation, gemm=gemm, codes=w.copy
         )
     return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])

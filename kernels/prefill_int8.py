@@ -1,9 +1,10 @@
-"""INT8 tensor-core products for more rows than the graded GEMV takes, on the same packed tiles; there is no second copy.
+"""INT8 tensor-core products for more rows than the graded GEMV takes, on the same packed tiles.
 
 Short (some rows): the weight is expanded inside the kernel and every 64 inputs have scales of their own, which is the papers'
 arithmetic (`reference.linear_ref(int8=True)`). Long (prompts): the tiles are expanded once per call into a workspace of the
 process, rotated back and requantised to one scale per output (`reference.requantize_ref`), and one product over all of K
 follows, with one scale per row (`reference.prefill_int8_ref`). The number of rows decides; `kernels/README.md` says why.
+Who has the memory may keep what `expanded` makes and hand it over: then every call is a long one without its expansion.
 """
 
 from __future__ import annotations
@@ -138,14 +139,17 @@ def compile_kernels(device: torch.device, dtype: torch.dtype, k: int, smooth: bo
     prefill_triton.quantize_groups(x, rotation)
 
 
-def warm(w: DecodeWeight, p: PrefillWeight, dtype: torch.dtype) -> None:
-    """Where Triton serves, compile what calls over this weight would at their first time, by making them."""
+def warm(w: DecodeWeight, p: PrefillWeight, dtype: torch.dtype, codes: Tensor | None = None) -> None:
+    """Where Triton serves, compile what calls over this weight would at their first time, by making them.
+
+    codes: as in `prefill_linear`
+    """
     if device_path(w.device) == "cuda":
         return
     for rows in (1, prefill_config(w.out_features, w.in_features, w.device).short_rows + 1):
         x = torch.zeros(rows, w.in_features, dtype=dtype, device=w.device)
         for bias in (None, torch.zeros(w.out_features, dtype=dtype, device=w.device)):
-            prefill_linear(x, w, p, bias)
+            prefill_linear(x, w, p, bias, codes=codes)
 
 
 @functools.cache
@@ -202,6 +206,7 @@ def prefill_linear(
     gemm: Gemm | None = None,
     path: str | None = None,
     config: PrefillConfig | None = None,
+    codes: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """y = x W^T + bias at stored precision. No host synchronisation; safe under CUDA graphs once compiled.
@@ -211,17 +216,20 @@ def prefill_linear(
     launch; None for inputs as they come (there is no smoothing beside it)
     activation: one of `PREFILL_ACTIVATIONS`; gemm: the long product's matrix product, ours in Triton if None (and where dtypes
     ask for it: a given one serves 16-bit results with a bias of the same dtype); path: `cuda`, `triton` or None for the faster
-    that can run; out: only for products that are ours.
+    that can run; codes: [N, K] int8 of `expanded`, where it is kept: the arithmetic of prompts for any number of rows;
+    out: only for products that are ours.
     """
     check_inputs(x, w, bias)
     if rotation is not None and p.unsmoothing is not None:
         raise ValueError("inputs are to be rotated and smoothed: the format has one or the other")
+    if codes is not None and activation != PREFILL_ACTIVATIONS[0]:
+        raise ValueError(f"activation is {activation!r}, wanted {PREFILL_ACTIVATIONS[0]!r} with codes that are kept")
     n, k = w.out_features, w.in_features
     path = _path(x.device, path)
     config = config or prefill_config(n, k, x.device)
     from vllm_tilequant.kernels import prefill_triton as portable
 
-    if takes_short(x.shape[0], config, activation):
+    if codes is None and takes_short(x.shape[0], config, activation):
         q, scale = portable.quantize_groups(x, rotation)
         y = _output(x, n, out)
         if path == "cuda":
@@ -229,14 +237,22 @@ def prefill_linear(
         else:
             portable.short(q, scale, w, p.rotation, p.index, bias, y)
         return y
-    codes = workspace(x.device, n, k)
     q, scale = portable.quantize_rows(x, p.unsmoothing, rotation)
-    _expand(w, p, codes, path)
+    if codes is None:
+        codes = workspace(x.device, n, k)
+        _expand(w, p, codes, path)
     if gemm is not None and out is None and x.dtype != torch.float32 and (bias is None or bias.dtype == x.dtype):
         return gemm(q, codes, scale, p.scale, bias, x.dtype)
     y = _output(x, n, out)
     portable.gemm(q, scale, codes, p.scale, bias, y)
     return y
+
+
+def expanded(w: DecodeWeight, p: PrefillWeight) -> Tensor:
+    """[N, K] int8: what a long product makes of the weight in every call, to be kept: 8 bits a weight."""
+    out = torch.empty(w.out_features, w.in_features, dtype=torch.int8, device=w.device)
+    _expand(w, p, out, device_path(w.device) if w.device.type == "cuda" else "triton")
+    return out
 
 
 def _expand(w: DecodeWeight, p: PrefillWeight, out: Tensor, path: str) -> None:

@@ -81,6 +81,37 @@ def test_the_interpreter_runs_the_same_kernels(shape, kind, m, dtype, smooth):
         check(make_case(*shape, kind), m, dtype, "cpu", path="triton", activation=activation, smooth=smooth)
 
 
+def kept_codes_serve_any_rows(case, device, path):
+    """What a long product gives, bit for bit, with as few rows as would otherwise be short."""
+    n, k = case.codes.shape
+    packed, w, p = served(case, device, True)
+    if path == "cuda":
+        codes = prefill_int8.expanded(w, p)
+    else:
+        codes = reference.requantize_ref(packed, case.matrices.to(device), p.smoothing)[0]
+    b = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(device)
+    for m in (1, 9, 41):
+        x = make_rows(m, k, torch.bfloat16).to(device)
+        y = prefill_int8.prefill_linear(x, w, p, b, path=path, config=CONFIG, codes=codes)
+        prefill_int8.workspace(x.device, n, k).fill_(99)  # what is kept does not lie there
+        long = prefill_int8.prefill_linear(x, w, p, b, path=path, config=PrefillConfig(1, 0))
+        assert torch.equal(y, prefill_int8.prefill_linear(x, w, p, b, path=path, config=CONFIG, codes=codes))
+        assert torch.equal(y, long)
+    with pytest.raises(ValueError, match="wanted 'token_smooth' with codes that are kept"):
+        prefill_int8.prefill_linear(x, w, p, b, path=path, activation="group64", codes=codes)
+
+
+@interpreted
+def test_the_interpreter_takes_kept_codes():
+    kept_codes_serve_any_rows(make_case(192, 128, "mixed2468"), "cpu", "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["cuda", "triton"])
+def test_kept_codes(path):
+    kept_codes_serve_any_rows(make_case(576, 192, "mixed2468"), "cuda", path)
+
+
 @interpreted
 def test_rows_are_quantised_as_the_references_say():
     from vllm_tilequant.kernels import prefill_triton

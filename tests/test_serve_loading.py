@@ -298,7 +298,12 @@ def test_settings():
         ({"profile": "5.0"}, r"profile is '5.0', legal values are \['3.0', '2.0', 'full', 'off'\]"),
         ({"activation": "int4"}, r"activation is 'int4', legal values are \['none', 'group64'\]"),
         ({"prefill_activation": "none"}, r"prefill_activation is 'none', legal values are \['token_smooth', 'group64'\]"),
-        ({"profil": "3.0"}, r"unknown keys \['profil'\]; legal keys are 'profile', 'activation' and 'prefill_activation'"),
+        (
+            {"profil": "3.0"},
+            r"unknown keys \['profil'\]; legal keys are 'profile', 'activation', 'prefill_activation' and 'int8",
+        ),
+        ({"int8_copy": "yes"}, r"int8_copy is 'yes', legal values are \[False, True\]"),
+        ({"int8_copy": True, "prefill_activation": "group64"}, r"int8_copy serves prompts with .*'token_smooth' only"),
         ("3.0", r"wanted an object with the keys"),
     ):
         with pytest.raises(ValueError, match=message):

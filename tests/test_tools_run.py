@@ -63,6 +63,8 @@ def test_serve_prints_the_command(toy, tilequant):
     assert json.loads(command[10]) == {"tilequant": {"profile": "2.0", "activation": "group64"}}
     command = json.loads(tilequant("serve", toy, "--prefill-activation", "group64", "--json")[1])
     assert json.loads(command[-1])["tilequant"]["prefill_activation"] == "group64"
+    command = json.loads(tilequant("serve", toy, "--int8-copy", "--json")[1])
+    assert json.loads(command[-1])["tilequant"]["int8_copy"] is True
     code, out, _ = tilequant("serve", toy, "--print")
     assert code == 0 and f"vllm serve {toy}" in out and '"profile": "3.0"' in out
     assert "unknown profile '9'" in tilequant("serve", toy, "--profile", "9")[2]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures only loggers below its own
 
-_KEYS = "'profile', 'activation' and 'prefill_activation'"
+_KEYS = "'profile', 'activation', 'prefill_activation' and 'int8_copy'"
 _REMEDY = (
     "Quantize all members of a fused layer alike: either all of them in quantization_config.modules, or all of them in "
     "quantization_config.ignore."
@@ -111,11 +111,14 @@ class Settings:
     profile: a stored profile, `full` (every stored plane through the graded product) or `off` (no grading)
     activation: `group64` (INT8 per row and 64 inputs) or `none`
     prefill_activation: of prompts on a GPU: `token_smooth` (INT8 per row, the fast product) or `group64` (per 64 inputs too)
+    int8_copy: on a GPU, keep the weights in INT8 too, 8 more bits a weight: prompts and batches above the graded ones expand
+        nothing any more, and all of them have the arithmetic of prompts
     """
 
     profile: str
     activation: str
     prefill_activation: str = PREFILL_ACTIVATIONS[0]
+    int8_copy: bool = False
 
     @property
     def graded_rows(self) -> int:
@@ -136,9 +139,15 @@ class Settings:
             ("profile", schema.profiles.choices),
             ("activation", list(ACTIVATIONS)),
             ("prefill_activation", list(PREFILL_ACTIVATIONS)),
+            ("int8_copy", [False, True]),
         ):
             if getattr(settings, key) not in legal:
                 raise ValueError(f"{where}: {key} is {getattr(settings, key)!r}, legal values are {legal}")
+        if settings.int8_copy and settings.prefill_activation != PREFILL_ACTIVATIONS[0]:
+            raise ValueError(
+                f"{where}: int8_copy serves prompts with prefill_activation {PREFILL_ACTIVATIONS[0]!r} only, not "
+                f"{settings.prefill_activation!r}: leave out one of the two"
+            )
         return settings
 
 
@@ -230,11 +239,12 @@ class TileQuantConfig(QuantizationConfig):
             check_adapters(self.schema, getattr(current, "lora_config", None))
             self.model_config, self.loaded_from = model_config, model_config.model
         logger.info(
-            "tilequant: profile %s (graded up to %d rows), activation %s, in prompts %s",
+            "tilequant: profile %s (graded up to %d rows), activation %s, in prompts %s%s",
             settings.profile,
             settings.graded_rows,
             settings.activation,
             settings.prefill_activation,
+            " from an INT8 copy of the weights (8 more bits a weight)" if settings.int8_copy else "",
         )
         return settings
 

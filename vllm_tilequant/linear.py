@@ -67,8 +67,9 @@ class TileQuantLinearMethod(LinearMethodBase):
         loaded = loading.finish()
         packed = replace(loaded.weight, input_rotation=self._input_rotation(loaded.weight.plane0.device))
         weight = prepare(
-            packed, self.config.transforms, layer.tilequant_dtype, self.settings.activation, smoothing=loaded.smoothing
-        )
+            packed, self.config.transforms, layer.tilequant_dtype, self.settings.activation,
+            smoothing=loaded.smoothing, int8_copy=self.settings.int8_copy,
+        )  # fmt: skip
         static = {"weight_dense": weight.static} if isinstance(weight.static, torch.Tensor) else _tensors(weight.static)
         parameters = {n if n == "weight_dense" else f"prefill_{n}": t for n, t in static.items()}
         layer.tilequant_static = list(parameters)
@@ -81,6 +82,8 @@ class TileQuantLinearMethod(LinearMethodBase):
         buffers = {"profile_thresholds": loaded.thresholds, "active_thresholds": torch.empty_like(loaded.thresholds[0])}
         if weight.input_rotation is not None:
             buffers["input_rotation"] = weight.input_rotation
+        if weight.copy is not None:
+            buffers["int8_copy"] = weight.copy
         if layer.tilequant_kernel:
             # How long the codes are depends on the map. A traced model sees only where they start: otherwise vLLM would
             # compile every layer by itself, and a cached graph would not fit what is quantized again into the same folder.
@@ -90,7 +93,7 @@ class TileQuantLinearMethod(LinearMethodBase):
         held = layer.tilequant_held = self._into(held, parameters | buffers)
         for name in parameters:
             layer.register_parameter(name, held[name])
-        for name in ("input_rotation", *buffers):
+        for name in ("input_rotation", "int8_copy", *buffers):
             layer.register_buffer(name, held.get(name), persistent=False)
         self.set_profile(layer, self.settings.profile)
 
@@ -144,6 +147,7 @@ class TileQuantLinearMethod(LinearMethodBase):
             self.settings.graded_rows,
             self.settings.activation,
             self.settings.prefill_activation,
+            layer.int8_copy,
         )
 
     def _check_sizes(self, layer: Any, k_part: int, n_parts: list[int], k: int) -> None:

@@ -56,17 +56,18 @@ def _tile_linear(
     graded_rows: int,
     activation: str,
     prefill_activation: str,
+    copy: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = x W^T + bias, [..., K] -> [..., N].
 
     static, graded: with `kernel` the tensors of `PrefillWeight` and `DecodeWeight`, else the dense weight and those of
-    `PortableWeight`, in order.
+    `PortableWeight`, in order; copy: of `LinearWeight`.
     """
     x = x.contiguous()  # the products want rows without gaps; a caller may hand over a slice
     if kernel:
         codes, meta, factor, transform, table, arrivals = graded
         form = DecodeWeight(codes, meta, factor, transform, table, arrivals, out_features, x.shape[-1])
-        w = LinearWeight(PrefillWeight(*static), form, input_rotation)
+        w = LinearWeight(PrefillWeight(*static), form, input_rotation, copy)
     else:
         w = LinearWeight(static[0], PortableWeight(*graded), input_rotation)
     return dispatch(
@@ -93,6 +94,7 @@ def _tile_linear_fake(
     graded_rows: int,
     activation: str,
     prefill_activation: str,
+    copy: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 

@@ -21,7 +21,7 @@ from vllm_tilequant.checkpoint.files import read_config
 from vllm_tilequant.checkpoint.reader import Checkpoint
 from vllm_tilequant.cli import doctor
 from vllm_tilequant.cli.output import JsonFlag, print_json, print_table
-from vllm_tilequant.cli.serve import Activation, PrefillOption, serve_command, vllm_program
+from vllm_tilequant.cli.serve import Activation, CopyFlag, PrefillOption, serve_command, vllm_program
 
 _GIB = float(1 << 30)
 
@@ -44,6 +44,7 @@ def bench(
     how: Annotated[How, typer.Option(help="vllm bench serve against a server, or vllm bench latency.")] = How.serve,
     activation: Annotated[Activation, typer.Option(help="INT8 per 64 inputs, or none.")] = Activation.group64,
     prefill_activation: PrefillOption = None,
+    int8_copy: CopyFlag = False,
     dtype: Annotated[str, typer.Option(help="Of both models.")] = "bfloat16",
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
@@ -69,7 +70,7 @@ def bench(
     common = ["--max-model-len", str(prompt + answer + 64), "--no-enable-prefix-caching", *(more or [])]
     models: list[tuple[str, str | None, Path, list[str]]] = []
     for one in profile or [checkpoint.schema.profiles.default]:
-        command = serve_command(checkpoint, one, activation, prefill_activation, dtype, tp, common)
+        command = serve_command(checkpoint, one, activation, prefill_activation, int8_copy, dtype, tp, common)
         models.append(("tilequant", one, folder, command))
     if reference is not None:
         if "quantization_config" in read_config(reference):

@@ -37,11 +37,20 @@ PrefillOption = Annotated[
 ]
 
 
+CopyFlag = Annotated[
+    bool,
+    typer.Option(
+        "--int8-copy", help="On a GPU, keep the weights in INT8 too: 8 more bits a weight, faster prompts and batches."
+    ),
+]
+
+
 def serve(
     folder: Annotated[Path, typer.Argument(help="Checkpoint folder.", show_default=False)],
     profile: Annotated[str | None, typer.Option(help="A stored profile, 'full' or 'off'. Default: the checkpoint's.")] = None,
     activation: Annotated[Activation, typer.Option(help="INT8 per 64 inputs, or none.")] = Activation.group64,
     prefill_activation: PrefillOption = None,
+    int8_copy: CopyFlag = False,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; 'auto' takes config.json's.")] = "auto",
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
     dry_run: Annotated[bool, typer.Option("--print", help="Only print the command.")] = False,
@@ -53,7 +62,7 @@ def serve(
     The folder, the profile and the tensor-parallel size are checked first. Options of vllm serve follow after --, as in
     `tilequant serve FOLDER --profile 2.5 -- --port 8000 --max-model-len 4096`.
     """
-    command = serve_command(Checkpoint.open(folder), profile, activation, prefill_activation, dtype, tp, more or [])
+    command = serve_command(Checkpoint.open(folder), profile, activation, prefill_activation, int8_copy, dtype, tp, more or [])
     if as_json:
         print_json(command)
         return
@@ -79,6 +88,7 @@ def serve_command(
     profile: str | None,
     activation: Activation,
     prefill_activation: PrefillActivation | None,
+    int8_copy: bool,
     dtype: str,
     tp: int,
     more: list[str],
@@ -93,9 +103,11 @@ def serve_command(
     if dtype == "auto":
         stated = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
         dtype = stated if isinstance(stated, str) else "auto"
-    settings = {"profile": profile or profiles.default, "activation": activation.value}
+    settings: dict[str, str | bool] = {"profile": profile or profiles.default, "activation": activation.value}
     if prefill_activation is not None:
         settings["prefill_activation"] = prefill_activation.value
+    if int8_copy:
+        settings["int8_copy"] = True
     return [
         *("vllm", "serve", str(checkpoint.folder), "--quantization", QUANT_METHOD, "--dtype", dtype),
         *(("--tensor-parallel-size", str(tp)) if tp > 1 else ()),
