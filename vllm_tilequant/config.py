@@ -134,7 +134,8 @@ class Settings:
             raise ValueError(f"{where} is {given!r}, wanted an object with the keys {_KEYS}")
         if unknown := sorted(set(given) - set(cls.__dataclass_fields__)):
             raise ValueError(f"{where} has unknown keys {unknown}; legal keys are {_KEYS}")
-        settings = cls(**{"profile": schema.profiles.default, "activation": "group64"} | given)
+        chosen: dict[str, Any] = {"profile": schema.profiles.default, "activation": "group64"} | given
+        settings = cls(**chosen)
         for key, legal in (
             ("profile", schema.profiles.choices),
             ("activation", list(ACTIVATIONS)),
