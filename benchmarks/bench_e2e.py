@@ -16,9 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -137,10 +141,12 @@ def run_engine(options: dict[str, Any], output: Path) -> None:
     """One engine in this process; what to measure comes in `options`, what was measured goes to `output`."""
     from vllm import LLM, SamplingParams
 
-    work, vocab = options.pop("work"), options.pop("vocab")
+    work, vocab, turn = options.pop("work"), options.pop("vocab"), options.pop("turn", None)
     start = time.monotonic()
     llm = LLM(skip_tokenizer_init=True, enable_prefix_caching=False, seed=0, worker_extension_cls="bench_e2e.Probe", **options)
     load_s = time.monotonic() - start
+    if turn is not None:
+        wait_for_turn(Path(turn))
     g = torch.Generator().manual_seed(0)
 
     def seconds(batch: int, prompt: int, tokens: int, repeats: int) -> float:
@@ -191,13 +197,57 @@ def run_engine(options: dict[str, Any], output: Path) -> None:
     output.write_text(json.dumps({"rows": rows, "load_s": load_s, "sizes": llm.collective_rpc("sizes")[0]}))
 
 
+def wait_for_turn(turn: Path) -> None:
+    """Say that this engine has started, and wait until it is its turn; not longer than the process that asked for it lives."""
+    parent = os.getppid()
+    turn.with_suffix(".started").touch()
+    while not turn.with_suffix(".go").exists():
+        if os.getppid() != parent:
+            sys.exit("whoever asked for this engine is gone")
+        time.sleep(0.1)
+
+
+def folder_of(args: argparse.Namespace, method: str) -> Path:
+    return args.folder / ("tilequant" if method == "tilequant-int8" else method)
+
+
+def stores(args: argparse.Namespace, method: str) -> bool:
+    """Whether a method has weights to load, rather than made up ones."""
+    return method.startswith("tilequant") or (method == "bf16" and args.stored)
+
+
+def write_model(args: argparse.Namespace, method: str, device: str, model: tuple[Shape, int, int]) -> None:
+    """The method's folder, unless it is there."""
+    folder = folder_of(args, method)
+    if folder.exists():
+        return
+    if not stores(args, method):
+        synthetic.write_config(folder, *model, {"bf16": None, "w4a16": synthetic.W4A16, "w8a8": W8A8}[method])
+    elif method == "bf16":
+        synthetic.write_dense(folder, *model, device)
+    else:
+        synthetic.write_tilequant(folder, *model, args.prompt + args.output_tokens // 2, device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def measure(
-    args: argparse.Namespace, method: str, device: str, model: tuple[Shape, int, int], tp: int = 1, **engine: Any
+    args: argparse.Namespace,
+    method: str,
+    device: str,
+    model: tuple[Shape, int, int],
+    tp: int = 1,
+    turn: Path | None = None,
+    **engine: Any,
 ) -> list[dict[str, Any]]:
-    """Rows of one method. args: those of `add_load`; model: shape, layers, vocabulary; engine: more of vLLM's settings"""
+    """Rows of one method. args: those of `add_load`; model: shape, layers, vocabulary; engine: more of vLLM's settings
+
+    turn: for `wait_for_turn`, where other engines start at the same time
+    """
     shape, layers, vocab = model
-    ours, copy = method.startswith("tilequant"), method == "tilequant-int8"
-    folder = args.folder / ("tilequant" if ours else method)
+    copy = method == "tilequant-int8"
+    write_model(args, method, device, model)
+    folder = folder_of(args, method)
     work: dict[str, Any] = {"batch": args.batch, "repeats": args.repeats, "profiles": [None]}
     work |= {"long": args.long, "prompt": args.prompt, "output": args.output_tokens}
     options: dict[str, Any] = {"model": str(folder), "dtype": "bfloat16", "vocab": vocab, "work": work}
@@ -205,40 +255,54 @@ def measure(
     options |= {"tensor_parallel_size": tp}
     # No graph that nothing here replays, and the same room for keys and values for all: a start is most of a method's time.
     graphs = {"compilation_config": {"cudagraph_capture_sizes": sorted({*args.batch, SETTINGS["max_num_seqs"]})}}
-    room = {"kv_cache_memory_bytes": KV_BYTES, "gpu_memory_utilization": 0.6}
+    room = {"kv_cache_memory_bytes": KV_BYTES, "gpu_memory_utilization": 0.6 if turn is None else 0.2}
     options |= {"enforce_eager": True} if device == "cpu" else graphs | room
-    began = time.monotonic()
-    if ours:
-        if not folder.exists():
-            synthetic.write_tilequant(folder, shape, layers, vocab, args.prompt + args.output_tokens // 2, device)
+    options["load_format"] = "auto" if stores(args, method) else "dummy"
+    if method.startswith("tilequant"):
         work["profiles"] = args.profile[-1:] if copy else args.profile
         options["additional_config"] = {QUANT_METHOD: {"profile": work["profiles"][0], "int8_copy": copy}}
-    else:
-        quantization = {"bf16": None, "w4a16": synthetic.W4A16, "w8a8": W8A8}[method]
-        stored = args.stored and method == "bf16"
-        if not folder.exists() and stored:
-            synthetic.write_dense(folder, shape, layers, vocab, device)
-        elif not folder.exists():
-            synthetic.write_config(folder, shape, layers, vocab, quantization)
-        options["load_format"] = "auto" if stored else "dummy"
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    written = time.monotonic() - began
+    if turn is not None:
+        options["turn"] = str(turn)
+    began = time.monotonic()
     got = engine_run(args, name := f"{method}-tp{tp}", __file__, **options)
     said = re.search(r"Model loading took .*?([\d.]+) seconds", (args.folder / f"{name}.log").read_text(errors="replace"))
-    print(
-        f"{method}: {written:.0f} s to write, {got['load_s']:.0f} s to start, {time.monotonic() - began:.0f} s in all",
-        flush=True,
-    )
+    print(f"{method}: {got['load_s']:.0f} s to start, {time.monotonic() - began:.0f} s in all", flush=True)
     sizes, weights = got["sizes"], layers * sum(n * k for n, k in shape.linears().values())
     common = {
         "resident_gib": sizes["resident"] / 2**30, "peak_gib": sizes["peak"] / 2**30 or None,
-        "resident_bits": 8 * tp * sizes["linears"] / weights or None, "load_s": got["load_s"], "tp": tp, "pp": 1,
-        "weights_s": float(said[1]) if said and options.get("load_format") != "dummy" else None,
+        "resident_bits": 8 * tp * sizes["linears"] / weights or None, "tp": tp, "pp": 1,
+        "load_s": got["load_s"] if turn is None else None,
+        "weights_s": float(said[1]) if said and turn is None and stores(args, method) else None,
         "stored_gib": sum(p.stat().st_size for p in folder.glob("*.safetensors")) / 2**30 or None,
         "repeats": args.repeats, **SETTINGS,
     }  # fmt: skip
     return [{"model": shape.name, "method": method} | row | common for row in got["rows"]]
+
+
+Results = Iterator[tuple[str, Callable[[], list[dict[str, Any]]]]]
+
+
+def one_by_one(args: argparse.Namespace, device: str, model: tuple[Shape, int, int]) -> Results:
+    """Methods, and what gives their rows."""
+    for method in args.methods:
+        yield method, partial(measure, args, method, device, model)
+
+
+def together(args: argparse.Namespace, device: str, model: tuple[Shape, int, int]) -> Results:
+    """The same with all engines started at once: most of a start is compiling. Nobody measures before all have started."""
+    turns = {method: args.folder / f"{method}.turn" for method in args.methods}
+    for method, turn in turns.items():
+        for suffix in (".started", ".go"):
+            turn.with_suffix(suffix).unlink(missing_ok=True)
+        write_model(args, method, device, model)
+    with ThreadPoolExecutor(len(turns)) as pool:
+        rows = {method: pool.submit(measure, args, method, device, model, turn=turn) for method, turn in turns.items()}
+        while not all(rows[method].done() or turn.with_suffix(".started").exists() for method, turn in turns.items()):
+            time.sleep(0.1)
+        for method, turn in turns.items():
+            turn.with_suffix(".go").touch()
+            wait([rows[method]])
+            yield method, rows[method].result
 
 
 def add_load(parser: argparse.ArgumentParser, batch: list[int], long: int | None) -> None:
@@ -259,6 +323,7 @@ def main() -> int:
     parser.add_argument("--folder", required=True, type=Path, help="for models (some 10 GB; those found are used) and logs")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, to try the script")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--together", action="store_true", help="start all engines at once; says nothing of load times")
     parser.add_argument("--json", type=Path, help="by default benchmarks/results/e2e.<device>.json")
     add_load(parser, batch=[1, 8, 16, 32, 64], long=LONG)
     args = parser.parse_args()
@@ -268,9 +333,9 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path, rows, missing = args.json or report.default_path("e2e", device), [], {}
     args.folder.mkdir(parents=True, exist_ok=True)
-    for method in args.methods:
+    for method, measured in (together if args.together else one_by_one)(args, device, TINY if args.tiny else BIG):
         try:
-            found = measure(args, method, device, TINY if args.tiny else BIG)
+            found = measured()
         except (OSError, ValueError) as e:  # the other methods are still worth their time
             missing[method] = str(e)
             continue
