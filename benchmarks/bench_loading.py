@@ -1,17 +1,23 @@
 """What one rank takes from a memory-mapped checkpoint: bytes that it holds, and pages of the mapping that it touched for them.
 
     python benchmarks/bench_loading.py --sizes 1 2 4 8
+    python benchmarks/bench_loading.py --engines SCRATCH/tilequant SCRATCH/bf16      # folders of bench_e2e.py --stored
+
+With `--engines`: how long vLLM says that it loads and prepares the weights of whole folders, each in an engine of its own, and
+for each GiB of them; `load` is the reading alone. What was written or read just before comes from the page cache, and a first
+start compiles kernels, so that every folder is loaded twice, and both times are shown. Otherwise:
 
 One layer at a time, at the shapes of an 8B model, goes through vLLM's own weight iterator, layers and loaders, on the CPU and
 without an engine. Touched pages are the mapping's resident size in /proc/self/smaps, which the kernel rounds up to windows of
-64 KiB; how much more it reads ahead from the disk is the disk's setting. Writes `benchmarks/results/loading.cpu.json`. Runs in
-the serving environment, on Linux.
+64 KiB; how much more it reads ahead from the disk is the disk's setting.
+Writes `benchmarks/results/loading.cpu.json`, or `loading_engine.<device>.json`. Runs in the serving environment, on Linux.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +29,7 @@ import shapes
 import torch
 import vllm.model_executor.layers.linear as vllm_linear
 import vllm.model_executor.parameter as vllm_parameter
+from engine_run import LOG_LINES, environment
 from safetensors.torch import save_file
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
@@ -107,12 +114,48 @@ def load(path: Path, config: TileQuantConfig, layer: str, rank: int, size: int) 
     return sum(t.nbytes for t in vars(weight).values() if t is not None), touched_bytes(path)
 
 
+def load_engine(folder: Path, log: Path) -> dict[str, Any]:
+    """Start an engine over a folder, without compiling or capturing anything, and read what it says. Raises `OSError`."""
+    gib = sum(p.stat().st_size for p in folder.glob("*.safetensors")) / 2**30
+    start = f"from vllm import LLM; LLM({str(folder)!r}, skip_tokenizer_init=True, enforce_eager=True, max_model_len=512)"
+    with log.open("w") as out:
+        code = subprocess.run([sys.executable, "-c", start], stdout=out, stderr=subprocess.STDOUT, env=environment()).returncode
+    text = log.read_text(errors="replace")
+    load = re.search(r"Loading weights took ([\d.]+) seconds", text)
+    whole = re.search(r"Model loading took .*?([\d.]+) seconds", text)
+    if code or not load:
+        end = "\n  ".join(text.splitlines()[-LOG_LINES:])
+        raise OSError(f"the engine over {folder} ended with {code}; the end of what it said:\n  {end}")
+    seconds = float(whole[1]) if whole else None  # not said on a CPU
+    return {
+        "model": folder.name,
+        "gib": gib,
+        "load_s": float(load[1]),
+        "weights_s": seconds,
+        "s_per_gib": seconds and seconds / gib,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--engines", type=Path, nargs="+", help="folders to load whole, on this machine's device")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; the system's temporary folder if left out")
     parser.add_argument("--json", type=Path, help="by default benchmarks/results/loading.cpu.json")
     args = parser.parse_args()
+    if args.engines:
+        with tempfile.TemporaryDirectory() as scratch:
+            found = [{"start": i} | load_engine(f, Path(scratch) / "log") for f in args.engines for i in (1, 2)]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        report.write(
+            args.json or report.default_path("loading_engine", device), report.envelope("loading_engine", device, found)
+        )
+        print(
+            report.table(
+                found, {"model": "", "start": "d", "gib": ".2f", "load_s": ".1f", "weights_s": ".1f", "s_per_gib": ".2f"}
+            )
+        )
+        return 0
     rows = []
     with tempfile.TemporaryDirectory(dir=args.folder) as scratch, set_current_vllm_config(VllmConfig()):
         for layer, (_, cut) in LAYERS.items():
