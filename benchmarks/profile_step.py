@@ -2,7 +2,7 @@
 
     python benchmarks/profile_step.py FOLDER --profile 3.0 --factor 1.02 --batch 1      # a checkpoint that bench_e2e.py wrote
     python benchmarks/profile_step.py FOLDER --dummy --batch 8                          # any model folder, weights made up
-    python benchmarks/profile_step.py FOLDER --prompt 6000 --phase prompt
+    python benchmarks/profile_step.py FOLDER --phase decode prompt --long 6000          # both, with one engine
 
 The engine runs in this process, with the settings of `bench_e2e.py`. Steps are timed first without the profiler; then as many
 are profiled. A row is a kernel with one grid: launches and microseconds of a step, and its share of the step. `(no kernel)` is
@@ -28,7 +28,7 @@ from typing import Any
 
 import report
 import torch
-from bench_e2e import KV_BYTES, SETTINGS
+from bench_e2e import KV_BYTES, LONG, PROMPT, SETTINGS, wait_for_turn
 from engine_run import environment
 
 from vllm_tilequant.schema import QUANT_METHOD
@@ -46,7 +46,7 @@ class Engine:
 
         self.vocab = json.loads((args.folder / "config.json").read_text())["vocab_size"]
         chosen = {} if args.profile is None else {"additional_config": {QUANT_METHOD: {"profile": args.profile}}}
-        steps = WARM_STEPS + 2 * args.steps
+        steps = WARM_STEPS + 2 * args.steps + 32
         graphs = {"compilation_config": {"cudagraph_capture_sizes": [args.batch]}}
         room = graphs | {"kv_cache_memory_bytes": KV_BYTES, "gpu_memory_utilization": 0.6}
         self.llm = LLM(
@@ -55,7 +55,7 @@ class Engine:
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             seed=0,
-            max_model_len=args.prompt + steps + 64,
+            max_model_len=max(args.prompt + steps, args.long) + 64,
             load_format="dummy" if args.dummy else "auto",
             worker_extension_cls="bench_e2e.Probe",
             **(room if on_gpu else {"enforce_eager": True}),
@@ -90,37 +90,40 @@ def synchronize(on_gpu: bool) -> None:
         torch.cuda.synchronize()
 
 
-def measure(engine: Engine, args: argparse.Namespace, on_gpu: bool) -> tuple[float, list[dict[str, Any]]]:
-    """Microseconds of a step without the profiler, and the rows of the steps with it."""
+def measure(
+    engine: Engine, phase: str, batch: int, prompt: int, count: int, on_gpu: bool
+) -> tuple[float, list[dict[str, Any]]]:
+    """Microseconds of a step without the profiler, and the rows of the steps with it. count: of steps, each time"""
 
     def prompts() -> None:
-        for _ in range(args.steps):
-            engine.ask(args.batch, args.prompt, 1)
+        for _ in range(count):
+            engine.ask(batch, prompt, 1)
             engine.run_out()
 
     def steps() -> None:
-        for _ in range(args.steps):
+        for _ in range(count):
             engine.step()
 
-    run = prompts if args.phase == "prompt" else steps
-    if args.phase == "prompt":
+    run = prompts if phase == "prompt" else steps
+    if phase == "prompt":
         prompts()  # warms up
     else:
-        engine.ask(args.batch, args.prompt, WARM_STEPS + 2 * args.steps + 32)
+        engine.ask(batch, prompt, WARM_STEPS + 2 * count + 32)
         slowest = 0
         while slowest < WARM_STEPS:  # every request has had its prompt
             got = engine.step()
-            slowest = min(got) if len(got) == args.batch else 0
+            slowest = min(got) if len(got) == batch else 0
     synchronize(on_gpu)
     began = time.perf_counter()
     run()
     synchronize(on_gpu)
-    step_us = 1e6 * (time.perf_counter() - began) / args.steps
+    step_us = 1e6 * (time.perf_counter() - began) / count
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profiler:
         run()
         synchronize(on_gpu)
-    rows = kernels(profiler, args.steps) if on_gpu else operators(profiler, args.steps)
+    rows = kernels(profiler, count) if on_gpu else operators(profiler, count)
+    engine.run_out()
     return step_us, rows
 
 
@@ -170,14 +173,16 @@ def short(name: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--phase", choices=("decode", "prompt"), default="decode")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--steps", type=int, help="steps timed, and then profiled: 32, or 4 prompts")
+    parser.add_argument("--phase", nargs="+", choices=("decode", "prompt"), default=["decode"])
+    parser.add_argument("--batch", type=int, default=1, help="requests of a decode step")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens that they have before")
+    parser.add_argument("--long", type=int, default=LONG, help="tokens of the one prompt of that phase")
+    parser.add_argument("--steps", type=int, default=32, help="timed, and then profiled; an eighth of them are prompts")
     parser.add_argument("--profile", help="of a tilequant checkpoint; its default if left out")
     parser.add_argument("--factor", type=float, default=1.0, help="of the profile's thresholds")
     parser.add_argument("--step-us", type=float, help="the time to account for, instead of the one measured here")
     parser.add_argument("--dummy", action="store_true", help="--load-format dummy")
+    parser.add_argument("--turn", type=Path, help="say FILE.started, and wait for FILE.go before measuring")
     parser.add_argument("--rows", type=int, default=25, help="rows of the printed table; the JSON has all")
     parser.add_argument("--json", type=Path, help="by default benchmarks/results/profile_step.<device>.json")
     args = parser.parse_args()
@@ -185,26 +190,37 @@ def main() -> int:
         parser.error(f"{args.folder} holds no config.json")
     if args.factor != 1.0 and args.profile is None:
         parser.error("--factor needs --profile")
-    args.steps = args.steps or (32 if args.phase == "decode" else 4)
     os.environ.update(environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})  # before vLLM is imported
     on_gpu = torch.cuda.is_available()
-    step_us, rows = measure(Engine(args, on_gpu), args, on_gpu)
-    print(f"{step_us:.1f} us a step in this process without the profiler, {args.steps} steps")
-    step_us = args.step_us or step_us
+    engine = Engine(args, on_gpu)
+    if args.turn:
+        wait_for_turn(args.turn)
+    for phase in args.phase:
+        account(engine, args, phase, on_gpu)
+    return 0
+
+
+def account(engine: Engine, args: argparse.Namespace, phase: str, on_gpu: bool) -> None:
+    """Measure one phase, write its rows in the place of those of the same case, and print the longest."""
+    batch, prompt, count = (
+        (args.batch, args.prompt, args.steps) if phase == "decode" else (1, args.long, max(1, args.steps // 8))
+    )
+    step_us, rows = measure(engine, phase, batch, prompt, count, on_gpu)
+    print(f"{phase}: {step_us:.1f} us a step in this process without the profiler, {count} steps")
+    if phase == "decode":
+        step_us = args.step_us or step_us
     if on_gpu:  # the profiler slows a CPU's operators down, so that nothing can be taken from a step without it
         rows.append({"kernel": "(no kernel)", "grid": "", "calls": None, "us": step_us - rows[-1]["us"]})
-    case = dict(zip(CASE, (args.folder.name, args.phase, args.batch, args.prompt, args.profile), strict=True))
-    common = {"step_us": step_us, "steps": args.steps, "threshold_factor": args.factor}
+    case = dict(zip(CASE, (args.folder.name, phase, batch, prompt, args.profile), strict=True))
+    common = {"step_us": step_us, "steps": count, "threshold_factor": args.factor}
     rows = [case | row | {"share": row["us"] / step_us} | common for row in rows]
     device = "cuda" if on_gpu else "cpu"
     path = args.json or report.default_path("profile_step", device)
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     kept = [row for row in kept if any(row[key] != case[key] for key in CASE)]
     report.write(path, report.envelope("profile_step", device, kept + rows))
-    print(
-        report.table([*[r for r in rows if "full_name" in r][: args.rows], *[r for r in rows if "full_name" not in r]], COLUMNS)
-    )
-    return 0
+    longest, others = [r for r in rows if "full_name" in r][: args.rows], [r for r in rows if "full_name" not in r]
+    print(report.table([*longest, *others], COLUMNS), flush=True)
 
 
 if __name__ == "__main__":
