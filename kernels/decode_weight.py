@@ -7,6 +7,7 @@ them and lie compact: `[64 channels, tiles of the block that have the plane, 4 w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,7 +21,7 @@ from vllm_tilequant.kernels.layout import (
     extension_starts,
     hadamard_matrix,
 )
-from vllm_tilequant.schema import TILE
+from vllm_tilequant.schema import TILE, WORDS_PER_TILE_PLANE
 
 BLOCK_TILES = 8
 BLOCK_WORDS = BLOCK_TILES * TILE // 16
@@ -117,16 +118,51 @@ def _as_int32(t: Tensor) -> Tensor:
 
 def _order_extension(codes: Tensor, w: PackedWeight, has: Tensor, count: Tensor, start: Tensor) -> None:
     """Write planes 2 and 3. has: [2, blocks, K/64, 8] bool; count: [2, blocks, K/64]; start: [blocks, K/64] int64, units."""
-    channels = torch.arange(TILE, device=codes.device)
+    for rows, units in _extension_units(w.tile_bits, has, count, start):
+        codes[units.view(-1)] = w.extension[rows].view(-1, 4)
+
+
+def _extension_units(tile_bits: Tensor, has: Tensor, count: Tensor, start: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """For planes 2 and 3: rows of the checkpoint's extension, [r] int64, and the units [r, 64] of `codes` that hold them."""
+    channels = torch.arange(TILE, device=start.device)
     rank = has.long().cumsum(-1) - has.long()
-    rows = extension_rows_per_tile(w.tile_bits)
-    starts = extension_starts(w.tile_bits)
+    rows = extension_rows_per_tile(tile_bits)
+    starts = extension_starts(tile_bits)
     for p in (0, 1):
         nt, kt = (rows > p).nonzero(as_tuple=True)
         block, tile = nt // BLOCK_TILES, nt % BLOCK_TILES
         first = start[block, kt] + p * TILE * count[0, block, kt] + rank[p, block, kt, tile]
-        to = first[:, None] + channels * count[p, block, kt][:, None]
-        codes[to.view(-1)] = w.extension[starts[nt, kt] + p].view(-1, 4)
+        yield starts[nt, kt] + p, first[:, None] + channels * count[p, block, kt][:, None]
+
+
+def packed(w: DecodeWeight, transforms: Tensor) -> PackedWeight:
+    """The checkpoint's own form of a weight: the inverse of `prepare`, bit for bit, on the device where it lies.
+
+    transforms: as `prepare` got them. Of several equal entries the first is named, which is the same transform; a scale below
+    2^-119 has lost the bits that `prepare` could not hold. Needs memory for the result, one dense plane, and half as much as
+    the extension for its addresses. `input_rotation` is not part of the decode form and stays None.
+    """
+    k_tiles, n_tiles, blocks = w.in_features // TILE, w.out_features // TILE, w.meta.shape[0]
+
+    def by_tile(values: Tensor) -> Tensor:  # [blocks, K/64, 8] -> [N/64, K/64]
+        return values.transpose(0, 1).reshape(k_tiles, blocks * BLOCK_TILES)[:, :n_tiles].T.contiguous()
+
+    start, masks = (w.meta[..., i].long() & 0xFFFFFFFF for i in (0, 1))
+    place = torch.arange(BLOCK_TILES, device=w.device)
+    bits = by_tile(2 + 2 * (masks[..., None] >> 2 * place + 16 & 3)).to(torch.uint8)
+    has = torch.stack([(masks[..., None] >> place + shift & 1).bool() for shift in (0, 8)])
+    dense = w.codes[: blocks * k_tiles * 2 * TILE * BLOCK_TILES].view(blocks, k_tiles, 2, TILE, BLOCK_WORDS)
+    plane0, plane1 = (
+        dense[:, :, p].permute(1, 2, 0, 3).reshape(w.in_features, -1)[:, : w.out_features // 16].contiguous() for p in (0, 1)
+    )
+    extension = w.codes.new_empty(int(extension_rows_per_tile(bits).sum()), WORDS_PER_TILE_PLANE)
+    for rows, units in _extension_units(bits, has, has.sum(-1), start):
+        extension[rows] = w.codes[units.view(-1)].view(-1, WORDS_PER_TILE_PLANE)
+    scale = by_tile(w.factor) * torch.exp2(9 - bits.float())
+    eye = torch.eye(TILE, dtype=transforms.dtype, device=transforms.device)
+    plain = (transforms == eye).flatten(1).all(1).nonzero().view(-1)  # where `IDENTITY` may stand for
+    index = w.transform if len(plain) == 0 else w.transform.where(w.transform != IDENTITY, int(plain[0]))
+    return PackedWeight(plane0, plane1, extension, bits, scale, index.to(torch.uint8))
 
 
 def _transforms(index: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:

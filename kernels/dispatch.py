@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_tilequant.kernels import decode_bitplane, layout, portable, prefill_int8
+from vllm_tilequant.kernels import decode_bitplane, decode_weight, layout, portable, prefill_int8
 from vllm_tilequant.kernels.capability import DecodeSpec, device_capability, unsupported_reason
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.layout import PackedWeight
@@ -77,6 +77,11 @@ def prepare(
     copy = prefill_int8.expanded(graded, static) if int8_copy else None
     prefill_int8.warm(graded, static, dtype, copy)
     return LinearWeight(static, graded, w.input_rotation, copy)
+
+
+def packed(graded: DecodeWeight | PortableWeight, transforms: Tensor) -> PackedWeight:
+    """What `prepare` got, of either form, without its `input_rotation`: bit for bit, on the device where it lies."""
+    return (decode_weight if isinstance(graded, DecodeWeight) else portable).packed(graded, transforms)  # type: ignore[arg-type]
 
 
 def rotate(rows: Tensor, table: Tensor) -> Tensor:

@@ -151,7 +151,12 @@ def pack(codes: Tensor, tile_bits: Tensor, tile_scale: Tensor, output_transform:
         if tuple(t.shape) != shape:
             raise ValueError(f"{name} is {list(t.shape)}, wanted {list(shape)}")
     check_tile_bits(tile_bits)
-    aligned = align_codes(codes, tile_bits).T.contiguous()  # [K, N]
+    return pack_aligned(align_codes(codes, tile_bits).T.contiguous(), tile_bits, tile_scale, output_transform)
+
+
+def pack_aligned(aligned: Tensor, tile_bits: Tensor, tile_scale: Tensor, output_transform: Tensor) -> PackedWeight:
+    """Pack aligned codes [K, N] uint8, the rest as in `pack`: the inverse of `aligned_codes`. Nothing is checked."""
+    k, n = aligned.shape
     plane0, plane1 = (_to_words(aligned >> (6 - 2 * p) & 3) for p in (0, 1))
     kt, nt, plane = _extension_index(tile_bits)
     tiles = aligned.view(k // TILE, TILE, n // TILE, TILE).permute(0, 2, 1, 3)[kt, nt]  # [E, 64 channels, 64 outputs]

@@ -17,6 +17,7 @@ from vllm_tilequant.kernels.layout import (
     PackedWeight,
     aligned_codes,
     expand_tiles,
+    pack_aligned,
     restore_outputs,
     restore_weight,
     restore_weight_inputs,
@@ -44,6 +45,18 @@ def prepare(w: PackedWeight, transforms: Tensor) -> PortableWeight:
     """Unpack once, at load. transforms: [n, 64, 64] float64, addressed by `w.output_transform`."""
     matrices = transforms.to(w.plane0.device)[w.output_transform.long()]
     return PortableWeight(aligned_codes(w), w.tile_bits, w.tile_scale, matrices.float())
+
+
+def packed(w: PortableWeight, transforms: Tensor) -> PackedWeight:
+    """The checkpoint's own form of a weight: the inverse of `prepare`, bit for bit, on the device where it lies.
+
+    transforms: as `prepare` got them; of several equal entries the first is named. Needs about twice the codes' memory.
+    `input_rotation` is not part of the portable form and stays None.
+    """
+    index = torch.zeros(w.matrices.shape[0], dtype=torch.uint8, device=w.codes.device)
+    for i in reversed(range(transforms.shape[0])):
+        index[(w.matrices == transforms[i].to(w.matrices)).flatten(1).all(1)] = i
+    return pack_aligned(w.codes, w.tile_bits, w.tile_scale, index)
 
 
 def level_weight(codes: Tensor, tile_bits: Tensor, tile_scale: Tensor, level: int) -> Tensor:

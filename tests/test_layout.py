@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import MAPS, SHAPES, make_case, make_rows
-from vllm_tilequant.kernels import layout
+from cases import MAPS, SHAPES, TRANSFORMS, make_case, make_rows
+from vllm_tilequant.kernels import decode_weight, dispatch, layout, portable
 from vllm_tilequant.schema import LEVELS, Transform, rotation_v1
 
 
@@ -22,6 +22,30 @@ def test_unpack_is_the_inverse_of_pack(n, k, kind):
     assert torch.equal(layout.unpack(case.weight), case.codes)
     rows = int(layout.extension_rows_per_tile(case.weight.tile_bits).sum())
     assert tuple(case.weight.extension.shape) == (rows, 256)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("form", [decode_weight, portable], ids=["decode", "portable"])
+@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("n,k", [*SHAPES, (512, 64), (1088, 128)])  # at the decode form's blocks of 512 outputs, and beyond
+def test_served_forms_give_the_packed_weight_back(n, k, kind, form, device):
+    one = make_case(n, k, kind, seed=1).weight
+    joined = layout.concat_outputs([make_case(64, k, "mixed2468", seed=2).weight, one, make_case(128, k, "all8").weight])
+    for stored in (one, joined):
+        stored = layout.to_device(stored, device)
+        for transforms in (TRANSFORMS, TRANSFORMS.flip(0)):
+            assert same(dispatch.packed(form.prepare(stored, transforms), transforms), stored)
+
+
+def test_of_equal_transforms_the_first_is_named():
+    stored = make_case(192, 64, "mixed48").weight
+    again = torch.cat((TRANSFORMS, TRANSFORMS[:1]))
+    last = replace(stored, output_transform=torch.full((3,), 3, dtype=torch.uint8))
+    for form in (decode_weight, portable):
+        assert dispatch.packed(form.prepare(last, again), again).output_transform.tolist() == [0, 0, 0]
+    unrotated = replace(stored, output_transform=torch.ones(3, dtype=torch.uint8))
+    for form in (decode_weight, portable):  # no identity among them
+        assert same(dispatch.packed(form.prepare(unrotated, TRANSFORMS[1:].flip(0)), TRANSFORMS[1:].flip(0)), unrotated)
 
 
 def test_bit_positions_are_the_documented_ones():
