@@ -397,18 +397,28 @@ def from_tensors(tensors: Mapping[str, Tensor], input_transform: Transform | Non
     )
 
 
-def payload_faults(tensors: Mapping[str, Tensor], tile_counts: Mapping[int, int], n_transforms: int) -> list[str]:
+def payload_faults(
+    tensors: Mapping[str, Tensor], tile_counts: Mapping[int, int], n_transforms: int, *, part: bool = False
+) -> list[str]:
     """What is wrong with the values of one module's tensors (their shapes and dtypes being right): one phrase a fault.
 
-    tensors: any subset of the suffixes of `to_tensors`, so that a loader can ask as they arrive.
+    tensors: any subset of the suffixes of `to_tensors`, so that a loader can ask as they arrive; part: they are those of a
+    slice, whose map holds no more tiles of a width than the module's
     """
     faults = []
     if (bits := tensors.get(MAP)) is not None:
         found = {int(b): int(c) for b, c in zip(*bits.unique(return_counts=True), strict=True)}
         if unknown := sorted(set(found) - set(TILE_BITS)):
             faults.append(f"{MAP} holds {unknown}, wanted {TILE_BITS}")
-        elif found != {b: c for b, c in tile_counts.items() if c}:
+        elif part and any(c > tile_counts.get(b, 0) for b, c in found.items()):
+            faults.append(f"{MAP} has tiles {found} in a part of what config.json promises, {dict(tile_counts)}")
+        elif not part and found != {b: c for b, c in tile_counts.items() if c}:
             faults.append(f"{MAP} has tiles {found}, config.json promises {dict(tile_counts)}")
+        elif (plane1 := tensors.get(PLANE1)) is not None and bool((narrow := bits == 2).any()):
+            # the words of plane 1 by tile: [K/64, 64 channels, N/64, 4 words]; those of 2-bit tiles hold nothing
+            words = plane1.view(bits.shape[1], TILE, bits.shape[0], TILE // OUTPUTS_PER_WORD)
+            if bool(((words != 0).any(3).any(1) & narrow.T).any()):
+                faults.append(f"{PLANE1} is not empty under 2-bit tiles")
     if (scale := tensors.get(SCALE)) is not None:
         if bool((bad := ~(scale.isfinite() & (scale > 0))).any()):
             faults.append(f"{SCALE} holds {int(bad.sum())} entries that are not finite and > 0")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm.distributed
 import vllm.model_executor.layers.linear as vllm_linear
 import vllm.model_executor.layers.vocab_parallel_embedding as vllm_head
 import vllm.model_executor.parameter as vllm_parameter
@@ -13,6 +14,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from cases import THRESHOLDS, TRANSFORMS, make_case, make_map
 from vllm_tilequant import schema as s
+from vllm_tilequant import state
 from vllm_tilequant.config import TileQuantConfig
 from vllm_tilequant.kernels import layout
 
@@ -72,16 +74,17 @@ def draw_case(n, k, kind, seed):
 
 
 @contextlib.contextmanager
-def vllm_settings(load_format="auto", **tilequant):
+def vllm_settings(load_format="auto", loader=None, **tilequant):
     config = VllmConfig(additional_config={"tilequant": tilequant} if tilequant else {})
     config.load_config.load_format = load_format
+    config.load_config.model_loader_extra_config = loader or {}
     with set_current_vllm_config(config):
         yield
 
 
 def on_rank(monkeypatch, rank, size):
     """What the layers see of tensor parallelism, without any process group."""
-    for module in (vllm_linear, vllm_head, vllm_parameter):
+    for module in (vllm_linear, vllm_head, vllm_parameter, state, vllm.distributed):
         monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
         monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: size)
 

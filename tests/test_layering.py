@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "vllm_tilequant"
-PLUGIN = {f"vllm_tilequant.{stem}" for stem in ("config", "linear", "parameters", "ops")}
+PLUGIN = {f"vllm_tilequant.{stem}" for stem in ("config", "linear", "parameters", "ops", "state")}
 SCHEMA = "vllm_tilequant.schema"
 KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 CALIBRATE = sorted((ROOT / "calibrate").rglob("*.py"))

@@ -38,13 +38,3 @@ def test_a_gpu_that_is_too_old(monkeypatch, folder, found, served):
 def test_a_dtype_that_no_product_takes(folder):
     with pytest.raises(ValueError, match=r"torch\.float64 is not supported .* tilequant\. .*bfloat16.*float16.*float32"):
         quantization(folder, torch.float64)
-
-
-@pytest.mark.parametrize("name", ["model-rank-0-part-0.safetensors", "model-pp-0-tp-0-part-0.safetensors"])
-def test_the_saved_state_of_a_running_engine(tmp_path, folder, name):
-    path = tmp_path / "sharded"
-    path.mkdir()
-    (path / "config.json").write_text((folder / "config.json").read_text())
-    (path / name).write_bytes(b"")
-    with pytest.raises(NotImplementedError, match=r"sharded state .*checkpoint itself"):
-        quantization(path)

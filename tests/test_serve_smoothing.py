@@ -6,7 +6,6 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowPar
 
 from layers import Toy, build, feed, on_rank, one_rank, vllm_settings  # noqa: F401 - one_rank is a fixture
 from vllm_tilequant import schema as s
-from vllm_tilequant.kernels.layout import smoothing_values
 
 pytestmark = pytest.mark.serve
 
@@ -33,7 +32,7 @@ def test_fused_members_bring_one_smoothing():
     toy, codes = smoothed()
     layer = gate_up(toy)
     feed(layer, toy, SHARDS, process=False)
-    assert torch.equal(layer.tilequant_loading.finish().smoothing, smoothing_values(codes))
+    assert torch.equal(layer.tilequant_loading.finish().smoothing, codes)
     layer.quant_method.process_weights_after_loading(layer)
     assert not hasattr(layer, s.SMOOTHING)
 
@@ -64,7 +63,7 @@ def test_a_rank_gets_the_smoothing_of_its_inputs(rank, monkeypatch):
     toy, codes = smoothed()
     layer = build(RowParallelLinear, toy, 256, 128, prefix="a.down_proj")
     feed(layer, toy, {"a.down_proj": None}, process=False)
-    want = smoothing_values(codes[128 * rank : 128 * rank + 128])
+    want = codes[128 * rank : 128 * rank + 128]
     assert torch.equal(layer.tilequant_loading.finish().smoothing, want)
 
 
@@ -73,4 +72,4 @@ def test_dummy_weights_take_ones():
         toy, _ = smoothed()
         layer = gate_up(toy)
         layer.tilequant_loading.fill_dummy()
-        assert torch.equal(layer.tilequant_loading.finish().smoothing, torch.ones(256))
+        assert torch.equal(layer.tilequant_loading.finish().smoothing, torch.full((256,), s.SMOOTHING_ONE))

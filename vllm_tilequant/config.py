@@ -30,6 +30,7 @@ from vllm_tilequant.schema import (
 
 if TYPE_CHECKING:
     from vllm_tilequant.parameters import Member
+    from vllm_tilequant.state import SavedState
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures only loggers below its own
 
@@ -41,8 +42,6 @@ _REMEDY = (
 
 
 _DRAFT = "draft_model."
-#: Files of `save_sharded_state`, of one and of several pipeline stages.
-_SHARDED_STATE = ("model-rank-*-part-*.safetensors", "model-pp-*-tp-*-part-*.safetensors")
 #: Settings of vLLM's parallel config that share out the experts of a mixture, by the option that sets each.
 _EXPERT_PARALLEL = {
     "enable_expert_parallel": "--enable-expert-parallel",
@@ -163,6 +162,7 @@ class TileQuantConfig(QuantizationConfig):
         self.checkpoint_names = {name: name for name in schema.modules}  # vLLM's name -> the checkpoint's
         self.model_config: Any = None  # vLLM's, and the model that it named when weights came from there
         self.loaded_from: str | None = None
+        self.source: str | None = None  # what vLLM asked to be judged: a folder, or a hub id
 
     def __repr__(self) -> str:
         return f"TileQuantConfig({len(self.modules)} linears, profiles {self.schema.profiles.names})"
@@ -194,20 +194,21 @@ class TileQuantConfig(QuantizationConfig):
         Raises `CheckpointError` listing every fault. Codes of tiles are not read for it (any is legal), so that the time is
         that of reading embeddings and norms. A folder without any weight file is left to vLLM, whose load format may not need
         one. So is a hub id whose files are not all in the hub's cache yet: its linears are judged one by one while they load.
+        Of a sharded state only what no rank is needed for; with which load format vLLM will read a folder is not known here.
         """
+        from vllm_tilequant.checkpoint import sharded
         from vllm_tilequant.checkpoint.verify import verify
 
+        self.source = model_name
         folder = Path(model_name)
         if not folder.is_dir():
             folder = _downloaded(model_name, revision) or folder
-        if folder.is_dir() and (saved := sorted(p.name for form in _SHARDED_STATE for p in folder.glob(form))):
-            raise NotImplementedError(
-                f"{folder} holds {saved[0]}: the sharded state of a running engine, whose arrangement of a tilequant weight is "
-                "that of one kernel on one device, not a format that can be verified. Serve the checkpoint itself; each rank "
-                "keeps only its part of it"
-            )
-        if folder.is_dir() and any(folder.glob("*.safetensors*")):
-            with one_thread():
+        if not folder.is_dir() or not any(folder.glob("*.safetensors*")):
+            return
+        with one_thread():
+            if saved := sharded.default_files(folder):
+                sharded.judge(folder, saved)
+            elif sharded.holds_checkpoint(folder) or not any(folder.glob("*.safetensors")):
                 verify(folder, hashes=False)  # hashing would read all of the codes
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -232,13 +233,13 @@ class TileQuantConfig(QuantizationConfig):
 
         The first layer of a model asks for them, so that what vLLM runs in parallel is judged here as well.
         """
-        # Absent before 0.3x releases that raise when no config is set; there, one is always set while a model is built.
-        current = getattr(vllm.config, "get_current_vllm_config_or_none", vllm.config.get_current_vllm_config)()
+        current = _current()
         settings = Settings.parse(getattr(current, "additional_config", None), self.schema)
         if (model_config := getattr(current, "model_config", None)) is not None:
             check_parallel(self.schema, model_config, current.parallel_config)
             check_adapters(self.schema, getattr(current, "lora_config", None))
             self.model_config, self.loaded_from = model_config, model_config.model
+            _ = self.saved_state
         logger.info(
             "tilequant: profile %s (graded up to %d rows), activation %s, in prompts %s%s",
             settings.profile,
@@ -252,9 +253,18 @@ class TileQuantConfig(QuantizationConfig):
     @cached_property
     def dummy_weights(self) -> bool:
         """Whether vLLM runs with `--load-format dummy`, where no tensor will arrive."""
-        current = getattr(vllm.config, "get_current_vllm_config_or_none", vllm.config.get_current_vllm_config)()
-        load_format = getattr(getattr(current, "load_config", None), "load_format", None)
-        return str(getattr(load_format, "value", load_format)) == "dummy"
+        return _load_format(_current()) == "dummy"
+
+    @cached_property
+    def saved_state(self) -> SavedState | None:
+        """This rank's part of a sharded state, where vLLM runs with `--load-format sharded_state`.
+
+        Raises `NotImplementedError` or `ValueError` where the folder and how vLLM runs do not fit together.
+        """
+        from vllm_tilequant.state import open_state
+
+        current = _current()
+        return None if self.source is None else open_state(current, _load_format(current), Path(self.source))
 
     def check_reload(self) -> None:
         """Whether weights may be reloaded from where vLLM's model config now points; it changes that before it loads.
@@ -345,6 +355,18 @@ class TileQuantConfig(QuantizationConfig):
     def is_ignored(self, name: str) -> bool:
         """Whether `ignore` names the module, literally or by a pattern `re:...` that matches from its start."""
         return ignored_by(self.ignore, name) is not None
+
+
+def _current() -> Any:
+    """vLLM's config, while a model is built."""
+    # Absent before 0.3x releases that raise when no config is set; there, one is always set while a model is built.
+    return getattr(vllm.config, "get_current_vllm_config_or_none", vllm.config.get_current_vllm_config)()
+
+
+def _load_format(current: Any) -> str:
+    """What vLLM's config says of it; older releases say it with an enumeration."""
+    given = getattr(getattr(current, "load_config", None), "load_format", None)
+    return str(getattr(given, "value", given))
 
 
 def _downloaded(model_name: str, revision: str | None) -> Path | None:

@@ -13,9 +13,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm_tilequant import ops
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.dispatch import prepare
-from vllm_tilequant.kernels.layout import rotation_table
+from vllm_tilequant.kernels.layout import rotation_table, smoothing_values
+from vllm_tilequant.kernels.portable import PortableWeight
 from vllm_tilequant.parameters import LayerLoading, Member
 from vllm_tilequant.schema import NEVER, PROFILE_FULL, PROFILE_OFF, TILE
+from vllm_tilequant.state import state_hook
 
 if TYPE_CHECKING:
     from vllm_tilequant.config import TileQuantConfig
@@ -49,7 +51,12 @@ class TileQuantLinearMethod(LinearMethodBase):
         loading = LayerLoading(
             layer, self.prefix, self.members, load, len(self.config.schema.transforms), self.config.check_reload
         )
-        loading.create(sum(output_partition_sizes), input_size_per_partition, len(self.config.schema.profiles.names))
+        n, k, profiles = sum(output_partition_sizes), input_size_per_partition, len(self.config.schema.profiles.names)
+        saved = self.config.saved_state
+        loading.create(n, k, profiles, 1 if saved is None else saved.extension_rows(self.prefix))
+        if saved is not None:
+            saved.check(layer, self.prefix, loading.names)
+        layer.register_state_dict_post_hook(state_hook)
         layer.tilequant_loading = loading
         layer.tilequant_dtype = params_dtype
 
@@ -64,11 +71,13 @@ class TileQuantLinearMethod(LinearMethodBase):
             return  # done already
         if not loading.arrived and self.config.dummy_weights:
             loading.fill_dummy()
-        loaded = loading.finish()
+        saved = None if loading.arrived else self.config.saved_state
+        loaded = loading.finish() if saved is None else loading.finish_saved(saved.where)
+        smoothing = None if loaded.smoothing is None else smoothing_values(loaded.smoothing)
         packed = replace(loaded.weight, input_rotation=self._input_rotation(loaded.weight.plane0.device))
         weight = prepare(
             packed, self.config.transforms, layer.tilequant_dtype, self.settings.activation,
-            smoothing=loaded.smoothing, int8_copy=self.settings.int8_copy,
+            smoothing=smoothing, int8_copy=self.settings.int8_copy,
         )  # fmt: skip
         static = {"weight_dense": weight.static} if isinstance(weight.static, torch.Tensor) else _tensors(weight.static)
         parameters = {n if n == "weight_dense" else f"prefill_{n}": t for n, t in static.items()}
@@ -77,13 +86,15 @@ class TileQuantLinearMethod(LinearMethodBase):
         graded = {"weight_packed" if n == "codes" else f"graded_{n}": t for n, t in _tensors(weight.graded).items()}
         layer.tilequant_graded = list(graded)
         layer.tilequant_kernel = isinstance(weight.graded, DecodeWeight)
-        layer.tilequant_outputs = weight.out_features
+        layer.tilequant_outputs, layer.tilequant_inputs = weight.out_features, packed.in_features
         parameters = {n: Parameter(t, requires_grad=False) for n, t in (parameters | graded).items()}
         buffers = {"profile_thresholds": loaded.thresholds, "active_thresholds": torch.empty_like(loaded.thresholds[0])}
         if weight.input_rotation is not None:
             buffers["input_rotation"] = weight.input_rotation
         if weight.copy is not None:
             buffers["int8_copy"] = weight.copy
+        if loaded.smoothing is not None:
+            buffers["stored_smoothing"] = loaded.smoothing  # what is served may hold none of it: `state_hook` does
         if layer.tilequant_kernel:
             # How long the codes are depends on the map. A traced model sees only where they start: otherwise vLLM would
             # compile every layer by itself, and a cached graph would not fit what is quantized again into the same folder.
@@ -93,7 +104,7 @@ class TileQuantLinearMethod(LinearMethodBase):
         held = layer.tilequant_held = self._into(held, parameters | buffers)
         for name in parameters:
             layer.register_parameter(name, held[name])
-        for name in ("input_rotation", "int8_copy", *buffers):
+        for name in ("input_rotation", "int8_copy", "stored_smoothing", *buffers):
             layer.register_buffer(name, held.get(name), persistent=False)
         self.set_profile(layer, self.settings.profile)
 
@@ -149,6 +160,18 @@ class TileQuantLinearMethod(LinearMethodBase):
             self.settings.prefill_activation,
             layer.int8_copy,
         )
+
+    def graded(self, layer: Any) -> DecodeWeight | PortableWeight:
+        """The form of a processed layer's weight that the graded product reads."""
+
+        def tensors(kind: type) -> dict[str, Any]:
+            names = {f.name: "weight_packed" if f.name == "codes" else f"graded_{f.name}" for f in fields(kind)}
+            return {field: getattr(layer, name) for field, name in names.items() if hasattr(layer, name)}
+
+        if layer.tilequant_kernel:
+            n, k = layer.tilequant_outputs, layer.tilequant_inputs
+            return DecodeWeight(**tensors(DecodeWeight), out_features=n, in_features=k)
+        return PortableWeight(**tensors(PortableWeight))
 
     def _check_sizes(self, layer: Any, k_part: int, n_parts: list[int], k: int) -> None:
         for member in self.members:

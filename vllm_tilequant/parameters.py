@@ -56,7 +56,7 @@ class Member:
 
 @dataclass(frozen=True)
 class LoadedLayer:
-    """This rank's part of a layer. thresholds: [P, 4] float32, a row per stored profile; smoothing: [K] float32 or None."""
+    """This rank's part of a layer. thresholds: [P, 4] float32, a row per stored profile; smoothing: [K] uint8 or None."""
 
     weight: layout.PackedWeight
     thresholds: Tensor
@@ -90,8 +90,11 @@ class LayerLoading:
     def __post_init__(self) -> None:
         self.layer, self.load = weakref.proxy(self.layer), _weakly(self.load)
 
-    def create(self, n: int, k: int, profiles: int) -> None:
-        """Register this rank's parameters for [n, k] weights. All have two dimensions at most."""
+    def create(self, n: int, k: int, profiles: int, extension_rows: int = 1) -> None:
+        """Register this rank's parameters for [n, k] weights. All have two dimensions at most.
+
+        extension_rows: as many as a saved state of this rank has; one is enough where a checkpoint is loaded.
+        """
         tiles = (n // s.TILE, k // s.TILE)
         words = dict(input_dim=0, output_dim=1, packed_dim=1, packed_factor=s.OUTPUTS_PER_WORD)
         by_tile = dict(input_dim=1, output_dim=0, packed_dim=0, packed_factor=s.TILE)
@@ -115,7 +118,7 @@ class LayerLoading:
         if self.smoothed:
             register(s.SMOOTHING, RowvLLMParameter, torch.zeros(k, dtype=torch.uint8), input_dim=0)
         # A place for the loader to find, and to count by; what arrives is kept beside it, whatever its length.
-        register(s.EXTENSION, BasevLLMParameter, torch.empty(1, s.WORDS_PER_TILE_PLANE, dtype=torch.int32))
+        register(s.EXTENSION, BasevLLMParameter, torch.empty(extension_rows, s.WORDS_PER_TILE_PLANE, dtype=torch.int32))
         self._starts_of = lambda codes: PackedvLLMParameter(data=codes, weight_loader=self.load, **by_tile)
         self._tiles = tiles
         self.reset()
@@ -187,7 +190,7 @@ class LayerLoading:
             return self._place(param, tensor, shard_id)
         # One parameter for all members: the last one counts for what the others have left of it.
         before = sum(name == suffix for _, name in self.counted) - 1
-        left = param.numel() - before
+        left = max(param.numel() - before, 0)
         size = left if before + 1 == len(self.members) else 1
         param.data.flatten()[:size].copy_(torch.empty(size, dtype=param.dtype, device="meta"))
 
@@ -220,21 +223,62 @@ class LayerLoading:
         bits = layer.get_parameter(s.MAP).data
         starts = (starts & _ROW_MASK) + torch.tensor(offsets, dtype=torch.int64, device="cpu")[starts >> _SHIFT]
         joined = torch.cat([self.extensions[part] for part in range(len(self.members))])
-        extension = layout.gather_extension(joined, starts, bits.cpu()).to(bits.device)
+        return self._loaded(layout.gather_extension(joined, starts, bits.cpu()).to(bits.device))
+
+    def finish_saved(self, where: str) -> LoadedLayer:
+        """What vLLM has copied straight into the parameters from a sharded state, judged as what comes through the loaders is.
+
+        where: the file, for messages. Raises `ValueError` listing every fault; names and shapes were compared before.
+        """
+        layer, values = self.layer, {suffix: self.layer.get_parameter(suffix).data for suffix in s.TENSORS}
+        if (bias := getattr(self.layer, "bias", None)) is not None:
+            values[s.BIAS] = bias.data
+        bits, plane1, tiles = (
+            values.pop(s.MAP),
+            values.pop(s.PLANE1),
+            sum(sum(m.module.tile_counts.values()) for m in self.members),
+        )
+        if bits.numel() == tiles:  # this rank holds all of the layer: each member's map must be the one that is promised
+            sections = [(m.name, m.module.tile_counts, m.module.n_tiles) for m in self.members]
+        else:
+            counts = {b: sum(m.module.tile_counts.get(b, 0) for m in self.members) for b in s.TILE_BITS}
+            sections = [(self.prefix, counts, bits.shape[0])]
+        faults, begin = [], 0
+        for name, counts, n_tiles in sections:
+            words = slice(begin * s.TILE // s.OUTPUTS_PER_WORD, (begin + n_tiles) * s.TILE // s.OUTPUTS_PER_WORD)
+            own = {s.MAP: bits[begin : begin + n_tiles], s.PLANE1: plane1[:, words]}
+            found = layout.payload_faults(own, counts, self.n_transforms, part=not whole)
+            faults += [f"{name}.{fault}" for fault in found]
+            begin += n_tiles
+        faults += [f"{self.prefix}.{fault}" for fault in layout.payload_faults(values, {}, self.n_transforms)]
+        rows, wanted = values[s.EXTENSION].shape[0], int(layout.extension_rows_per_tile(bits).sum())
+        if rows != wanted:
+            faults.append(f"{self.prefix}.{s.EXTENSION} has {rows} rows, its map wants {wanted}")
+        if faults:
+            raise ValueError(f"{where} is no sound sharded state:\n  " + "\n  ".join(faults))
+        return self._loaded(layer.get_parameter(s.EXTENSION).data)
+
+    def _loaded(self, extension: Tensor) -> LoadedLayer:
+        layer = self.layer
         weight = layout.PackedWeight(
             layer.get_parameter(s.PLANE0).data,
             layer.get_parameter(s.PLANE1).data,
             extension,
-            bits,
+            layer.get_parameter(s.MAP).data,
             layer.get_parameter(s.SCALE).data,
             layer.get_parameter(s.OUTPUT_TRANSFORM).data[:, 0].contiguous(),
         )
-        smoothing = layout.smoothing_values(layer.get_parameter(s.SMOOTHING).data) if self.smoothed else None
+        smoothing = layer.get_parameter(s.SMOOTHING).data if self.smoothed else None
         return LoadedLayer(weight, layer.get_parameter(s.THRESHOLDS).data, smoothing)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters of ours."""
+        return [*s.TENSORS, *([s.SMOOTHING] if self.smoothed else [])]
 
     def release(self) -> None:
         """Take every parameter and loader of ours off the layer again."""
-        for suffix in (*s.TENSORS, *([s.SMOOTHING] if self.smoothed else [])):
+        for suffix in self.names:
             delattr(self.layer, suffix)
         self.layer.__dict__.pop("weight_loader", None)  # the class's own shows again
         self.reset()

@@ -74,13 +74,13 @@ class Tensors:
             raise CheckpointError(f"{self.folder / file}: tensor {name} cannot be read: {e}") from None
 
 
-def raise_faults(folder: Path, faults: list[str]) -> None:
-    """Raise one `CheckpointError` for all faults; nothing when there is none."""
+def raise_faults(folder: Path, faults: list[str], what: str = "tilequant checkpoint") -> None:
+    """Raise one `CheckpointError` for all faults of a folder that should be `what`; nothing when there is none."""
     if not faults:
         return
     shown = "\n  ".join(printable(fault) for fault in faults[:_SHOWN])
     more = f"\n  ... and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-    raise CheckpointError(f"{folder} is not a sound tilequant checkpoint ({len(faults)} faults):\n  {shown}{more}")
+    raise CheckpointError(f"{folder} is not a sound {what} ({len(faults)} faults):\n  {shown}{more}")
 
 
 def printable(text: object) -> str:
@@ -160,7 +160,7 @@ def read_headers(folder: Path, *, strangers: bool = False) -> dict[str, Header]:
     for file in files:
         if not (folder / file).exists():
             raise CheckpointError(f"{folder}: {file} is missing, though the index lists it")
-        for name, header in _file_headers(folder, file).items():
+        for name, header in file_headers(folder, file).items():
             if name in headers:
                 raise CheckpointError(f"{folder}: tensor {printable(name)} is in both {headers[name].file} and {file}")
             headers[name] = header
@@ -196,14 +196,20 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     return files, weight_map
 
 
-def _refuse_strangers(folder: Path, files: Iterable[str]) -> None:
-    """Other weight files: loaders differ in which of several they take, so there may be only one answer."""
+def refuse_pickles(folder: Path) -> None:
+    """Raise `CheckpointError` where another loader could take a pickle."""
     names = sorted(p.name for p in folder.iterdir())
     if pickled := [n for n in names if n.lower().endswith(PICKLE_SUFFIXES)]:
         raise CheckpointError(
             f"{folder} holds files that may be pickles, which can run code when read: {printable(', '.join(pickled[:3]))}; "
             "a tilequant checkpoint has safetensors only: remove them"
         )
+
+
+def _refuse_strangers(folder: Path, files: Iterable[str]) -> None:
+    """Other weight files: loaders differ in which of several they take, so there may be only one answer."""
+    refuse_pickles(folder)
+    names = sorted(p.name for p in folder.iterdir())
     if strange := [n for n in names if n.endswith(".safetensors") and n not in files]:
         raise CheckpointError(
             f"{folder} holds weight files that do not belong to it: {printable(', '.join(strange[:3]))}; some loaders would "
@@ -211,7 +217,7 @@ def _refuse_strangers(folder: Path, files: Iterable[str]) -> None:
         )
 
 
-def _file_headers(folder: Path, file: str) -> dict[str, Header]:
+def file_headers(folder: Path, file: str) -> dict[str, Header]:
     """Headers of one file, after its whole layout has been checked: every byte belongs to exactly one tensor."""
     path = checked_file(folder, file)
 

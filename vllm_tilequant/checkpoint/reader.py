@@ -74,11 +74,6 @@ class Checkpoint(Tensors):
         module = self.schema.modules[name]
         found = layout.payload_faults(tensors, module.tile_counts, len(self.schema.transforms))
         faults = [f"{name}.{fault}" for fault in found]
-        if not any(fault.startswith(s.MAP) for fault in found) and bool((narrow := tensors[s.MAP] == 2).any()):
-            # the words of plane 1 by tile: [K/64, 64 channels, N/64, 4 words]; those of 2-bit tiles hold nothing
-            words = tensors[s.PLANE1].view(module.k_tiles, s.TILE, module.n_tiles, s.TILE // s.OUTPUTS_PER_WORD)
-            if bool(((words != 0).any(3).any(1) & narrow.T).any()):
-                faults.append(f"{name}.{s.PLANE1} is not empty under 2-bit tiles")
         first = self.schema.groups[module.input_group][0]
         for suffix in (s.THRESHOLDS, s.SMOOTHING) if module.smoothing else (s.THRESHOLDS,):
             if first != name and not torch.equal(self.tensor(f"{first}.{suffix}"), tensors[suffix]):
