@@ -162,7 +162,7 @@ def other(folder):
 
 @pytest.fixture(scope="module")
 def stateful(tmp_path_factory):
-    """A checkpoint to be saved as a sharded state, and the folders that become the state of one rank and of three.
+    """A checkpoint to be saved as a sharded state, and the folder that becomes it.
 
     Biases, rotated inputs, a quantized head, and a diagonal said to be folded.
     """
@@ -172,8 +172,7 @@ def stateful(tmp_path_factory):
     ours["required_features"].append(s.FOLDED_INPUT_DIAGONAL)
     ours["folded_input_diagonal"] = [next(iter(ours["modules"].values()))["input_group"]]
     (folder / "config.json").write_text(json.dumps(config))
-    ignore = shutil.ignore_patterns("*.safetensors")
-    return [folder, *(shutil.copytree(folder, folder.with_name(f"{n} ranks"), ignore=ignore) for n in (1, 3))]
+    return folder, shutil.copytree(folder, folder.with_name("state"), ignore=shutil.ignore_patterns("*.safetensors"))
 
 
 @pytest.fixture(scope="module")
@@ -216,18 +215,14 @@ def results(folder, adapter, folded, other, dense, stateful):
         ),
         "other": dict(folder=str(other), prompts=PROMPTS, new=LONG),
     }
-    source, one, three = map(str, stateful)
-    ranks = {"tensor_parallel_size": 3, "distributed_executor_backend": "mp"}
+    source, one = map(str, stateful)
     jobs |= {
-        "saved": dict(folder=source, prompts=PROMPTS, new=LONG, steps=["ask", "save", "ask"], save=one),
-        "restored": dict(folder=one, prompts=PROMPTS, new=LONG, options=SHARDED),
+        "saved": dict(folder=source, prompts=LONGER, steps=["ask", "save", "ask"], save=one),
+        "restored": dict(folder=one, prompts=LONGER, options=SHARDED),
         "restored, adapter": dict(
             folder=one, prompts=LONGER, lora=str(adapter[0]), options=SHARDED | {"enable_lora": True, "max_lora_rank": 8}
         ),
         "restored, auto": dict(folder=one, prompts=LONGER),
-        "saved by three": dict(folder=source, prompts=PROMPTS, new=LONG, steps=["ask", "save"], save=three, options=ranks),
-        "restored by three": dict(folder=three, prompts=PROMPTS, new=LONG, options=SHARDED | ranks),
-        "restored by one of three": dict(folder=three, prompts=LONGER, options=SHARDED),
     }
     jobs |= {
         f"{family}, {profile}": dict(
@@ -305,12 +300,11 @@ def test_reloaded_weights_answer_as_a_fresh_engine_of_theirs(results):
     assert [asked["tokens"] for asked in results["reloaded"]["asked"]] == [first, first, second, second]
 
 
-@pytest.mark.parametrize("how", ["", " by three"])
-def test_a_saved_state_answers_as_what_was_saved(results, how):
-    """Text and log-probabilities, to the last bit: the same tensors, prepared in the same way."""
-    saved, restored = (results[name + how] for name in ("saved", "restored"))
+def test_a_saved_state_answers_as_what_was_saved(results):
+    """Text and log-probabilities, to the last bit: the same tensors, prepared in the same way. Saving changes nothing."""
+    saved, restored = results["saved"], results["restored"]
     assert "error" not in saved and "error" not in restored, (saved.get("error"), restored.get("error"))
-    assert all(asked == restored["asked"][0] for asked in saved["asked"])
+    assert len(saved["asked"]) == 2 and all(asked == restored["asked"][0] for asked in saved["asked"])
 
 
 def test_a_saved_state_is_refused_where_it_does_not_fit(results):
@@ -319,9 +313,6 @@ def test_a_saved_state_is_refused_where_it_does_not_fit(results):
         "tensor parallel size 1, not a checkpoint. Serve it with --load-format sharded_state"
         in results["restored, auto"]["error"]
     )
-    wrong = results["restored by one of three"]["error"]
-    assert "ValueError: --load-format sharded_state with tensor parallel size 1" in wrong
-    assert "which holds files of tensor parallel size 3" in wrong
 
 
 def test_a_cached_prefix_changes_nothing(results):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm.config
 import vllm.distributed
 from safetensors.torch import load_file, save_file
 from vllm.config import ModelConfig, VllmConfig
@@ -20,6 +21,7 @@ from layers import Toy, build, feed, on_rank, one_rank, quant_config, vllm_setti
 from toy import write_toy
 from vllm_tilequant import register
 from vllm_tilequant import schema as s
+from vllm_tilequant import state as saving
 from vllm_tilequant.checkpoint import sharded
 from vllm_tilequant.checkpoint.files import CheckpointError
 from vllm_tilequant.kernels import layout
@@ -176,6 +178,28 @@ def test_another_parallel_size_is_refused_by_name(monkeypatch, tmp_path, toy, sa
     wrong = rf"a\.qkv_proj\.weight_plane0: I32 \[192, {n[saved]}\], this rank wants I32 \[192, {n[started]}\]"
     with pytest.raises(ValueError, match=rf"another parallel size saved it.*\n  {wrong}\n  a\.qkv_proj\.weight_plane1"):
         restore(toy, folder)
+
+
+def test_a_stage_takes_its_own_files(monkeypatch, tmp_path, toy):
+    """Of the second of two stages; vLLM names the files of stages otherwise."""
+    folder = save(monkeypatch, toy, tmp_path / "state")
+    only = folder / "model-rank-0-part-0.safetensors"
+    shutil.copy(only, folder / "model-pp-1-tp-0-part-0.safetensors")
+    save_file({"x": torch.ones(1)}, folder / "model-pp-0-tp-0-part-0.safetensors")
+    only.unlink()
+    with vllm_settings(load_format="sharded_state"):
+        with pytest.raises(ValueError, match="pipeline parallel size 1 .* tensor parallel size 1, pipeline parallel size 2"):
+            make_model(toy, folder)
+        vllm.config.get_current_vllm_config().parallel_config.pipeline_parallel_size = 2
+        for stage in (1, 0):
+            monkeypatch.setattr(saving, "get_pp_group", lambda stage=stage: SimpleNamespace(rank_in_group=stage))
+            if stage:
+                make_model(toy, folder)
+                continue
+            with pytest.raises(
+                ValueError, match=r"pp-0-tp-0-part-0.* is not what this rank.*\n  a\.qkv_proj\.weight_plane0: miss"
+            ):
+                make_model(toy, folder)
 
 
 def test_tensors_that_are_missing_or_of_another_form_are_named(monkeypatch, tmp_path, toy):

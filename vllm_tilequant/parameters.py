@@ -233,12 +233,9 @@ class LayerLoading:
         layer, values = self.layer, {suffix: self.layer.get_parameter(suffix).data for suffix in s.TENSORS}
         if (bias := getattr(self.layer, "bias", None)) is not None:
             values[s.BIAS] = bias.data
-        bits, plane1, tiles = (
-            values.pop(s.MAP),
-            values.pop(s.PLANE1),
-            sum(sum(m.module.tile_counts.values()) for m in self.members),
-        )
-        if bits.numel() == tiles:  # this rank holds all of the layer: each member's map must be the one that is promised
+        bits, plane1 = values.pop(s.MAP), values.pop(s.PLANE1)
+        whole = bits.numel() == sum(m.module.n_tiles * m.module.k_tiles for m in self.members)
+        if whole:  # this rank holds all of the layer: each member's map must be the one that is promised
             sections = [(m.name, m.module.tile_counts, m.module.n_tiles) for m in self.members]
         else:
             counts = {b: sum(m.module.tile_counts.get(b, 0) for m in self.members) for b in s.TILE_BITS}
