@@ -26,6 +26,6 @@ PYTHON
   fi
   PYTHONPATH=$tree "$python" -c "import vllm; assert vllm.__file__.startswith('$tree'), vllm.__file__" 2>/dev/null
   echo "== vLLM $version (Python files only)"
-  PYTHONPATH=$tree VLLM_TARGET_DEVICE=cpu OMP_NUM_THREADS=1 "$python" -m pytest -q --side=serve tests/test_serve_{loading,shards,head,reload,graphs}.py || status=1
+  PYTHONPATH=$tree VLLM_TARGET_DEVICE=cpu OMP_NUM_THREADS=1 "$python" -m pytest -q --side=serve tests/test_serve_{loading,shards,head,reload,sharded,graphs}.py || status=1
 done
 exit $status
