@@ -16,7 +16,8 @@ from cases import THRESHOLDS, TRANSFORMS, make_case, make_map
 from vllm_tilequant import schema as s
 from vllm_tilequant import state
 from vllm_tilequant.config import TileQuantConfig
-from vllm_tilequant.kernels import layout
+from vllm_tilequant.kernels import decode_weight, layout, prefill_int8
+from vllm_tilequant.kernels.dispatch import LinearWeight
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 PROFILES = torch.tensor([THRESHOLDS["graded"], [0.1, 0.2, 0.3, 0.4]])
@@ -93,6 +94,12 @@ def quant_config(toy):
     config = TileQuantConfig.from_config(toy.config)
     config.packed_modules_mapping = PACKED
     return config
+
+
+def prepare_for_kernels(w, transforms, dtype, activation, *, smoothing=None, int8_copy=False):
+    """`dispatch.prepare` as a GPU does it, but for compiling: arranging needs none."""
+    graded = decode_weight.prepare(w, transforms)
+    return LinearWeight(prefill_int8.prepare(w, graded, smoothing=smoothing), graded, w.input_rotation)
 
 
 def build(kind, toy, *args, prefix, **kwargs):

@@ -8,19 +8,11 @@ import vllm.model_executor.layers.linear as vllm_linear
 from vllm.config import ModelConfig
 
 from cases import make_case
-from layers import Toy, build, feed, one_rank  # noqa: F401 - a fixture
+from layers import Toy, build, feed, one_rank, prepare_for_kernels  # noqa: F401 - a fixture
 from toy import write_toy
 from vllm_tilequant import linear, ops, register
-from vllm_tilequant.kernels import decode_weight, prefill_int8
-from vllm_tilequant.kernels.dispatch import LinearWeight
 
 pytestmark = pytest.mark.serve
-
-
-def prepare_for_kernels(w, transforms, dtype, activation, *, smoothing=None):
-    """`dispatch.prepare` as a GPU does it, but for compiling: arranging needs none."""
-    graded = decode_weight.prepare(w, transforms)
-    return LinearWeight(prefill_int8.prepare(w, graded, smoothing=smoothing), graded)
 
 
 def test_layers_with_different_maps_look_alike_to_a_traced_model(monkeypatch):

@@ -17,9 +17,9 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVPar
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
-from layers import Toy, build, feed, on_rank, one_rank, quant_config, vllm_settings  # noqa: F401 - one_rank
+from layers import Toy, build, feed, on_rank, one_rank, prepare_for_kernels, quant_config, vllm_settings  # noqa: F401 - one_rank
 from toy import write_toy
-from vllm_tilequant import register
+from vllm_tilequant import linear, register
 from vllm_tilequant import schema as s
 from vllm_tilequant import state as saving
 from vllm_tilequant.checkpoint import sharded
@@ -123,7 +123,11 @@ def change(folder, edit, name="model-rank-0-part-0.safetensors"):
     [(1, {}), (3, {}), (1, {"max_size": 40_000}), (3, {"pattern": "mine-{part}-of-{rank}.safetensors"})],
     ids=["one rank", "three ranks", "parts", "other names"],
 )
-def test_every_rank_gets_back_what_it_served(monkeypatch, tmp_path, toy, size, options):
+@pytest.mark.parametrize("kernels", [False, True], ids=["portable", "kernels"])
+def test_every_rank_gets_back_what_it_served(monkeypatch, tmp_path, toy, size, options, kernels):
+    """In the forms of either device; making those of a GPU needs none."""
+    if kernels:
+        monkeypatch.setattr(linear, "prepare", prepare_for_kernels)
     folder = save(monkeypatch, toy, tmp_path / "state", size, **options)
     pattern = options.get("pattern", sharded.ONE_STAGE)
     files = sharded.saved_files(folder, pattern)
@@ -140,7 +144,7 @@ def test_every_rank_gets_back_what_it_served(monkeypatch, tmp_path, toy, size, o
                 assert torch.equal(stored.pop(f"{name}.{suffix}", tensor[:0]), tensor), f"{name}.{suffix}"
         assert set(stored) == {"a.qkv_proj.bias"}
         served, again = everything(loaded(toy)), everything(restore(toy, folder, **options if "pattern" in options else {}))
-        assert served.keys() == again.keys()
+        assert served.keys() == again.keys() and ("a.o_proj.graded_meta" in served) == kernels
         for name, tensor in served.items():
             assert torch.equal(tensor, again[name]), name
 
