@@ -184,9 +184,9 @@ def greedy(model, prompt):
     return tokens, logprobs
 
 
-def compare(client, folder, wanted, bounds):
+def compare(client, folder, wanted, bounds, prompts=PROMPTS):
     differences = []
-    for prompt, (want_tokens, want_logprobs) in zip(PROMPTS, wanted, strict=True):
+    for prompt, (want_tokens, want_logprobs) in zip(prompts, wanted, strict=True):
         tokens, logprobs = ask(client, folder, prompt)
         assert tokens == want_tokens, f"prompt of {len(prompt)} tokens"
         differences.append((torch.tensor(logprobs) - torch.tensor(want_logprobs)).abs())

@@ -217,8 +217,8 @@ def results(folder, adapter, folded, other, dense, stateful):
     }
     source, one = map(str, stateful)
     jobs |= {
-        "saved": dict(folder=source, prompts=LONGER, steps=["ask", "save", "ask"], save=one),
-        "restored": dict(folder=one, prompts=LONGER, options=SHARDED),
+        "saved": dict(folder=source, prompts=PROMPTS[2:4], steps=["ask", "save", "ask"], save=one),
+        "restored": dict(folder=one, prompts=PROMPTS[2:4], options=SHARDED),
         "restored, adapter": dict(
             folder=one, prompts=LONGER, lora=str(adapter[0]), options=SHARDED | {"enable_lora": True, "max_lora_rank": 8}
         ),

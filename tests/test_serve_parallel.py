@@ -59,7 +59,8 @@ def test_several_ranks_answer_as_the_float64_reference(tmp_path, options):
         urllib.request.urlopen(urllib.request.Request(str(address), json.dumps(call).encode(), headers), timeout=60).close()
     assert len(list(state.glob("model-*.safetensors"))) == int(options[1])
     with server(state, tmp_path / "log", *options, "--load-format", "sharded_state") as client:
-        compare(client, state, wanted, LOGPROB_BOUNDS["graded"])
+        few = slice(2, 4)  # a prompt at stored precision and a graded one
+        compare(client, state, wanted[few], LOGPROB_BOUNDS["graded"], PROMPTS[few])
 
 
 def test_a_size_that_cuts_tiles_is_refused_with_the_legal_ones(tmp_path):

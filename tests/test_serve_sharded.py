@@ -334,6 +334,14 @@ def test_the_first_process_takes_a_complete_state(state):
     "change, fault",
     [
         (lambda f: [p.unlink() for p in f.glob("*-rank-0-*")], "no file of rank 0"),
+        (
+            lambda f: shutil.copy(f / "model-rank-1-part-0.safetensors", f / f"model-rank-{10**15}-part-0.safetensors"),
+            "no file of rank 2\n.*no file of rank 13$",
+        ),
+        (
+            lambda f: (f / "model-rank-1-part-0.safetensors").rename(f / "model-rank-01-part-0.safetensors"),
+            "model-rank-01-part-0.safetensors: no part of the saved state",
+        ),
         (lambda f: (f / "model-rank-1-part-0.safetensors").unlink(), "rank 1 has parts 1, wanted 0"),
         (lambda f: shutil.copy(f / "model-rank-1-part-0.safetensors", f / "model-rank-1-part-2.safetensors"), "left behind"),
         (lambda f: (f / "model-rank-1-part-1.safetensors").write_bytes(b"no"), "is damaged or not a safetensors file"),
@@ -341,9 +349,9 @@ def test_the_first_process_takes_a_complete_state(state):
         (lambda f: save_file({"x": torch.ones(1)}, f / "model.safetensors"), "model.safetensors: no part of the saved state"),
         (lambda f: (f / "x.bin").touch(), "may be pickles"),
     ],
-    ids=["rank", "part", "twice", "damaged", "not finite", "checkpoint beside", "pickle"],
+    ids=["rank", "far rank", "rank twice", "part", "twice", "damaged", "not finite", "checkpoint beside", "pickle"],
 )
 def test_the_first_process_names_what_is_wrong(state, change, fault):
     change(state)
-    with pytest.raises(CheckpointError, match=fault):
+    with pytest.raises(CheckpointError, match=f"(?s){fault}"):
         start(state)

@@ -12,6 +12,7 @@ import re
 import string
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from vllm_tilequant.checkpoint.files import (
@@ -31,6 +32,7 @@ from vllm_tilequant.checkpoint.reader import dense_faults
 #: vLLM's own names of the files, of one and of several pipeline stages. A user may give another pattern.
 ONE_STAGE = "model-rank-{rank}-part-{part}.safetensors"
 STAGES = "model-pp-{pp_rank}-tp-{tp_rank}-part-{part}.safetensors"
+_SHOWN = 12
 #: Fields of a pattern, by what they count.
 _FIELDS = {"rank": "tp", "tp_rank": "tp", "pp_rank": "pp", "part": "part"}
 
@@ -58,7 +60,7 @@ def saved_files(folder: Path, pattern: str) -> list[SavedFile]:
         form += re.escape(text)
         if field is not None:
             group = _FIELDS[field]
-            values = r"[^/]*" if group == "part" else r"\d+"
+            values = "[^/]*" if group == "part" else "0|[1-9][0-9]*"
             form += f"(?P={group})" if group in seen else f"(?P<{group}>{values})"
             seen.add(group)
     found = []
@@ -117,8 +119,10 @@ def judge(folder: Path, files: list[SavedFile]) -> None:
         for path in sorted(folder.glob("*.safetensors"))
         if path.name not in names
     ]
-    wanted = [(p, t) for p in range(1 + max(p for p, _ in ranks)) for t in range(1 + max(t for _, t in ranks))]
-    faults += [f"no file of rank {t}{f' of stage {p}' if p else ''}" for p, t in wanted if (p, t) not in ranks]
+    stages, size = (1 + max(numbers) for numbers in zip(*ranks, strict=True))
+    missing = ((p, t) for p in range(stages) for t in range(size) if (p, t) not in ranks)
+    # Not all of them: a name may say any number.
+    faults += [f"no file of rank {t}{f' of stage {p}' if p else ''}" for p, t in islice(missing, _SHOWN)]
     for (p, t), own in ranks.items():
         if [file.part for file in own] != [str(i) for i in range(len(own))]:
             stage = f" of stage {p}" if p else ""
