@@ -282,6 +282,12 @@ def test_a_state_with_another_load_format_is_refused_with_the_right_one(monkeypa
     named = save(monkeypatch, toy, tmp_path / "named", pattern="x{part}.safetensors")
     with pytest.raises(NotImplementedError, match="neither model.safetensors nor .*pattern of its names"):
         make_model(toy, named)
+    change(named, lambda t: t["a.qkv_proj.bias"].fill_(torch.nan), "x0.safetensors")
+    with (
+        vllm_settings(load_format="sharded_state", loader={"pattern": "x{part}.safetensors"}),
+        pytest.raises(CheckpointError, match="x0.safetensors: a.qkv_proj.bias is not finite"),
+    ):
+        make_model(toy, named)
     with (
         vllm_settings(load_format="sharded_state", loader={"pattern": "{rank}-{colour}.safetensors"}),
         pytest.raises(ValueError, match=r"has fields \['colour'\]; legal ones are"),

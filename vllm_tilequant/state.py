@@ -19,7 +19,7 @@ from vllm.distributed import (
 )
 
 from vllm_tilequant import schema as s
-from vllm_tilequant.checkpoint.files import INDEX, SINGLE, Header
+from vllm_tilequant.checkpoint.files import INDEX, SINGLE, Header, raise_faults
 from vllm_tilequant.checkpoint.sharded import (
     ONE_STAGE,
     STAGES,
@@ -28,6 +28,7 @@ from vllm_tilequant.checkpoint.sharded import (
     rank_headers,
     saved_files,
     sizes,
+    value_faults,
 )
 from vllm_tilequant.kernels import dispatch, layout
 
@@ -99,7 +100,10 @@ def open_state(current: Any, given: str, folder: Path) -> SavedState | None:
             f"{pattern!r} does not fit {folder}, {saved}. Serve with the sizes that it was saved with, or save it again with "
             "these; a checkpoint is served without this option"
         )
-    return SavedState(f"{folder}/{own[0].name}", rank_headers(folder, own))
+    headers = rank_headers(folder, own)
+    if pattern not in (ONE_STAGE, STAGES):  # which the first process cannot tell from no state at all, and has not judged
+        raise_faults(folder, value_faults(folder, headers), "sharded state")
+    return SavedState(f"{folder}/{own[0].name}", headers)
 
 
 def state_hook(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:

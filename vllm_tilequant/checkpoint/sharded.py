@@ -129,11 +129,16 @@ def judge(folder: Path, files: list[SavedFile]) -> None:
             faults.append(f"rank {t}{stage} has parts {', '.join(file.part for file in own)}, wanted 0 and those after it")
     raise_faults(folder, faults, "sharded state")
     for own in ranks.values():
-        tensors = Tensors(folder, rank_headers(folder, own))
-        faults += [
-            f"{header.file}: {fault}"
-            for name, header in tensors.headers.items()
-            if header.dtype in ("F64", "F32", "F16", "BF16")
-            for fault in dense_faults(name, tensors.tensor(name))
-        ]
+        faults += value_faults(folder, rank_headers(folder, own))
     raise_faults(folder, faults, "sharded state")
+
+
+def value_faults(folder: Path, headers: dict[str, Header]) -> list[str]:
+    """Which floating-point tensors of a rank are not finite."""
+    tensors = Tensors(folder, headers)
+    return [
+        f"{header.file}: {fault}"
+        for name, header in headers.items()
+        if header.dtype in ("F64", "F32", "F16", "BF16")
+        for fault in dense_faults(name, tensors.tensor(name))
+    ]
