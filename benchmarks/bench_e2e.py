@@ -32,6 +32,7 @@ import synthetic
 import torch
 from engine_run import SETTINGS, engine_run, loaded_bits
 from legal_sizes import Shape
+from trace_rows import kernels, store, without
 
 from vllm_tilequant import ops
 from vllm_tilequant.kernels.dispatch import GRADED_ROWS
@@ -43,6 +44,7 @@ TINY = (Shape("tiny", 256, 512, 4, 2, 64), 2, 512)
 LONG, PROMPT, OUTPUT = 6000, 128, 256
 NEAR_BITS = 0.1
 RECORDED_STEPS = 8
+TRACED_STEPS, TRACED_BATCHES = 32, (1, 8, 64)
 #: 64 requests of the other rows take 3 GiB at the 8B shape.
 KV_BYTES = 8 * 2**30
 W8A8 = {
@@ -121,6 +123,15 @@ class Probe:
             if hasattr(found := getattr(self.model_runner, holder, None), flag):  # type: ignore[attr-defined]
                 setattr(found, flag, on)
 
+    def start_trace(self) -> None:
+        self.trace = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self.trace.start()
+
+    def stop_trace(self) -> list[dict[str, Any]]:
+        torch.cuda.synchronize()
+        self.trace.stop()
+        return kernels(self.trace, 1)
+
     def sizes(self) -> dict[str, float]:
         """Bytes of all parameters and buffers, of those of decoder linears, and the most that was allocated."""
         model = self.get_model()  # type: ignore[attr-defined]
@@ -171,6 +182,11 @@ def run_engine(options: dict[str, Any], output: Path) -> None:
         llm.collective_rpc("stop_recording")
         return bits
 
+    def traced(batch: int, prompt: int, tokens: int) -> list[dict[str, Any]]:
+        llm.collective_rpc("start_trace")
+        seconds(batch, prompt, tokens, 1)
+        return llm.collective_rpc("stop_trace")[0]
+
     rows: list[dict[str, Any]] = []
     for profile in work["profiles"]:
         bits, factor = {}, 1.0
@@ -194,7 +210,16 @@ def run_engine(options: dict[str, Any], output: Path) -> None:
         first = seconds(1, work["long"], 1, work["repeats"])
         row = {"profile": profile, "batch": 1, "prompt": work["long"], "output": 1}
         rows.append(row | {"ttft_ms": 1e3 * first, "tpot_ms": None, "loaded_bits": None, "one_row_bits": bits.get(1)})
-    output.write_text(json.dumps({"rows": rows, "load_s": load_s, "sizes": llm.collective_rpc("sizes")[0]}))
+    got = {"rows": rows, "load_s": load_s, "sizes": llm.collective_rpc("sizes")[0], "traces": []}
+    output.write_text(json.dumps(got))  # whatever becomes of the traces
+    for batch in work["trace"]:  # what a trace of the prompt alone has is taken off
+        before, whole = (traced(batch, work["prompt"], 1 + steps) for steps in (0, TRACED_STEPS))
+        case = {"phase": "decode", "batch": batch, "prompt": work["prompt"]}
+        got["traces"].append(case | {"steps": TRACED_STEPS, "rows": without(whole, before, TRACED_STEPS)})
+    if work["trace"] and work["long"]:
+        case = {"phase": "prompt", "batch": 1, "prompt": work["long"], "steps": 1}
+        got["traces"].append(case | {"rows": traced(1, work["long"], 1)})
+    output.write_text(json.dumps(got))
 
 
 def wait_for_turn(turn: Path) -> None:
@@ -250,6 +275,7 @@ def measure(
     folder = folder_of(args, method)
     work: dict[str, Any] = {"batch": args.batch, "repeats": args.repeats, "profiles": [None]}
     work |= {"long": args.long, "prompt": args.prompt, "output": args.output_tokens}
+    work["trace"] = [b for b in TRACED_BATCHES if b in args.batch] if args.trace and device == "cuda" else []
     options: dict[str, Any] = {"model": str(folder), "dtype": "bfloat16", "vocab": vocab, "work": work}
     options |= {"max_model_len": max(args.long or 0, args.prompt + args.output_tokens) + 64, **SETTINGS, **engine}
     options |= {"tensor_parallel_size": tp}
@@ -267,6 +293,11 @@ def measure(
     got = engine_run(args, name := f"{method}-tp{tp}", __file__, **options)
     said = re.search(r"Model loading took .*?([\d.]+) seconds", (args.folder / f"{name}.log").read_text(errors="replace"))
     print(f"{method}: {got['load_s']:.0f} s to start, {time.monotonic() - began:.0f} s in all", flush=True)
+    for trace in got["traces"]:
+        row = next(r for r in reversed(got["rows"]) if r["batch"] == trace["batch"] and r["prompt"] == trace["prompt"])
+        case = {"model": method, "profile": row["profile"]} | {k: trace[k] for k in ("phase", "batch", "prompt")}
+        step_us = 1e3 * (row["tpot_ms"] or row["ttft_ms"])
+        store(args.trace, device, case, trace["rows"], step_us, steps=trace["steps"])
     sizes, weights = got["sizes"], layers * sum(n * k for n, k in shape.linears().values())
     common = {
         "resident_gib": sizes["resident"] / 2**30, "peak_gib": sizes["peak"] / 2**30 or None,
@@ -314,6 +345,7 @@ def add_load(parser: argparse.ArgumentParser, batch: list[int], long: int | None
     parser.add_argument("--long", type=int, default=long, help="prompt of the row for the first token")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stored", action="store_true", help="write weights for bf16 too, and load them")
+    parser.add_argument("--trace", type=Path, help="file for what every kernel takes of a step, as profile_step.py writes it")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
 

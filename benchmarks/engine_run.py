@@ -36,10 +36,13 @@ ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", 
 def engine_run(args: argparse.Namespace, name: str, script: str, **options: Any) -> dict[str, Any]:
     """A script's `run_engine` in a process of its own, which takes its workers with it. Raises `OSError` that names the log."""
     output, log = args.folder / f"{name}.json", args.folder / f"{name}.log"
+    output.unlink(missing_ok=True)
     command = [sys.executable, script, "--folder", str(args.folder), "--engine", json.dumps(options), "--output", str(output)]
     with log.open("w") as out:
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment()).returncode
-    if code or not output.exists():
+    if code and output.exists():
+        print(f"engine {name} ended with {code} after it had measured; see {log}", file=sys.stderr)
+    elif code or not output.exists():
         end = "\n  ".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
         raise OSError(f"engine {name} ended with {code}; the end of {log}:\n  {end}")
     return json.loads(output.read_text())

@@ -18,22 +18,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
-import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import report
 import torch
-from bench_e2e import KV_BYTES, LONG, PROMPT, SETTINGS, wait_for_turn
+from bench_e2e import KV_BYTES, LONG, PROMPT, SETTINGS
 from engine_run import environment
+from trace_rows import CASE, kernels, short, store
 
 from vllm_tilequant.schema import QUANT_METHOD
 
-CASE = ("model", "phase", "batch", "prompt", "profile")
 COLUMNS = {"kernel": "", "grid": "", "calls": ".1f", "us": ".1f", "share": ".1%"}
 WARM_STEPS = 8
 
@@ -127,33 +124,6 @@ def measure(
     return step_us, rows
 
 
-def kernels(profiler: Any, steps: int) -> list[dict[str, Any]]:
-    """Rows of a GPU's kernels, copies and fills, and the time that none of them covers is left to the caller."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return summed([e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")], steps)
-
-
-def summed(events: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """Rows by kernel and grid, the longest first, and as the last one what all of them cover together, `(any kernel)`."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for e in events:
-        grid = "x".join(map(str, e["args"]["grid"])) if "grid" in e.get("args", {}) else ""
-        found[e["name"], grid].append(e["dur"])
-    rows = [
-        {"kernel": short(name), "grid": grid, "calls": len(us) / steps, "us": sum(us) / steps, "full_name": name}
-        for (name, grid), us in found.items()
-    ]
-    covered, end = 0.0, 0.0
-    for start, stop in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
-        covered += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    rows.sort(key=lambda r: -r["us"])
-    return [*rows, {"kernel": "(any kernel)", "grid": "", "calls": len(events) / steps, "us": covered / steps}]
-
-
 def operators(profiler: Any, steps: int) -> list[dict[str, Any]]:
     """Rows of a CPU's operators by the time spent in none of those that they call, and their sum."""
     rows = [
@@ -162,12 +132,6 @@ def operators(profiler: Any, steps: int) -> list[dict[str, Any]]:
     ]
     rows.sort(key=lambda r: -r["us"])
     return [*rows, {"kernel": "(any kernel)", "grid": "", "calls": None, "us": sum(r["us"] for r in rows)}]
-
-
-def short(name: str) -> str:
-    """A kernel's name without its return type and parameters; templates only where the name would be empty without."""
-    name = name.removeprefix("void ")
-    return re.split(r"[<(]", name, maxsplit=1)[0][:60] or name[:60]
 
 
 def main() -> int:
@@ -182,7 +146,6 @@ def main() -> int:
     parser.add_argument("--factor", type=float, default=1.0, help="of the profile's thresholds")
     parser.add_argument("--step-us", type=float, help="the time to account for, instead of the one measured here")
     parser.add_argument("--dummy", action="store_true", help="--load-format dummy")
-    parser.add_argument("--turn", type=Path, help="say FILE.started, and wait for FILE.go before measuring")
     parser.add_argument("--rows", type=int, default=25, help="rows of the printed table; the JSON has all")
     parser.add_argument("--json", type=Path, help="by default benchmarks/results/profile_step.<device>.json")
     args = parser.parse_args()
@@ -193,8 +156,6 @@ def main() -> int:
     os.environ.update(environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})  # before vLLM is imported
     on_gpu = torch.cuda.is_available()
     engine = Engine(args, on_gpu)
-    if args.turn:
-        wait_for_turn(args.turn)
     for phase in args.phase:
         account(engine, args, phase, on_gpu)
     return 0
@@ -209,16 +170,10 @@ def account(engine: Engine, args: argparse.Namespace, phase: str, on_gpu: bool) 
     print(f"{phase}: {step_us:.1f} us a step in this process without the profiler, {count} steps")
     if phase == "decode":
         step_us = args.step_us or step_us
-    if on_gpu:  # the profiler slows a CPU's operators down, so that nothing can be taken from a step without it
-        rows.append({"kernel": "(no kernel)", "grid": "", "calls": None, "us": step_us - rows[-1]["us"]})
     case = dict(zip(CASE, (args.folder.name, phase, batch, prompt, args.profile), strict=True))
-    common = {"step_us": step_us, "steps": count, "threshold_factor": args.factor}
-    rows = [case | row | {"share": row["us"] / step_us} | common for row in rows]
     device = "cuda" if on_gpu else "cpu"
     path = args.json or report.default_path("profile_step", device)
-    kept = json.loads(path.read_text())["rows"] if path.exists() else []
-    kept = [row for row in kept if any(row[key] != case[key] for key in CASE)]
-    report.write(path, report.envelope("profile_step", device, kept + rows))
+    rows = store(path, device, case, rows, step_us, steps=count, threshold_factor=args.factor)
     longest, others = [r for r in rows if "full_name" in r][: args.rows], [r for r in rows if "full_name" not in r]
     print(report.table([*longest, *others], COLUMNS), flush=True)
 

@@ -15,7 +15,7 @@ def bench_e2e(monkeypatch):
     import bench_e2e
 
     yield bench_e2e
-    for name in ("bench_e2e", "engine_run", "synthetic", "report", "legal_sizes", "shapes"):
+    for name in ("bench_e2e", "engine_run", "synthetic", "report", "legal_sizes", "shapes", "trace_rows"):
         sys.modules.pop(name, None)
 
 
