@@ -124,6 +124,31 @@ def check(code: int, what: str) -> None:
         raise RuntimeError(f"{what} failed: CUDA error {code} ({(text.value or b'unknown').decode()})")
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def tensor_map(data: int, rows: int, row_bytes: int, box_rows: int, box_bytes: int) -> bytes:
+    """What a kernel needs to copy boxes of `box_rows` rows in one instruction, of each 64 or 128 bytes, swizzled by as many: a
+    `CUtensorMap` of the device memory [rows, row_bytes] that begins at address `data`."""
+    room = (ctypes.c_ubyte * 192)()
+    at = -(-ctypes.addressof(room) // 64) * 64
+    code = driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at),
+        _UINT8,
+        2,
+        ctypes.c_void_p(data),
+        (ctypes.c_uint64 * 2)(row_bytes, rows),
+        (ctypes.c_uint64 * 1)(row_bytes),
+        (ctypes.c_uint32 * 2)(box_bytes, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        *(_NO_INTERLEAVE, _SWIZZLES[box_bytes], _PROMOTE_256_BYTES, _ZEROS_OUTSIDE),
+    )
+    check(code, f"tensor map of {rows} rows of {row_bytes} bytes")
+    return ctypes.string_at(at, 128)
+
+
+_UINT8, _NO_INTERLEAVE, _PROMOTE_256_BYTES, _ZEROS_OUTSIDE = 0, 0, 3, 0
+_SWIZZLES = {64: 2, 128: 3}
+
+
 class _Value(ctypes.Union):
     _fields_ = [("bytes", ctypes.c_char * 64), ("dim", ctypes.c_uint * 3), ("flag", ctypes.c_int)]
 

@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 from vllm_tilequant.kernels.capability import DTYPES
-from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, nvrtc
+from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, nvrtc, tensor_map
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.tuning import PrefillConfig, multiprocessors
 from vllm_tilequant.schema import TILE
 
 #: Rows of one CTA of the short kernel, each a compilation of its own.
-TOKENS = (16, 32, 64)
-#: Threads of a CTA, tiles of 64 outputs that it owns, bytes of a stage of plane words.
+TOKENS = (16, 32, 64, 128)
+#: Threads of a CTA; tiles of 64 outputs of a block of the decode form, its bytes at one input tile.
 THREADS, BLOCK_TILES, _BLOCK_BYTES = 256, 8, 4 * 8192
+#: Tiles of a CTA of the short kernel.
+SHORT_TILES = 4
+#: Most memory for sums that CTAs of the short kernel hand each other in one launch.
+PARTS_BYTES = 2**26
 _FOLDER = Path(__file__).parent
 _HEADERS = tuple(_FOLDER / name for name in ("prefill_ptx.cu", "prefill_planes.cu"))
 
@@ -43,32 +47,40 @@ class ExpandArgs(ctypes.Structure):
 
 
 class ShortArgs(ctypes.Structure):
-    """`struct Args` of prefill_short.cu."""
+    """`struct Args` of prefill_short.cu, whose alignment pads it."""
 
     _fields_ = [
+        ("planes", ctypes.c_ubyte * 128),
         ("w", _Weight),
-        *((name, ctypes.c_void_p) for name in ("x", "scale", "transform", "table", "bias", "y")),
+        *((name, ctypes.c_void_p) for name in ("x", "scale", "transform", "table", "bias", "y", "parts")),
         ("y_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("rows", "scale_stride", "splits", "bias_type")),
+        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "splits", "bias_type")),
+        ("padding", ctypes.c_ubyte * 64),
     ]
 
 
 def unsupported_reason(capability: tuple[int, int] | None) -> str | None:
-    """Why these kernels cannot run on a GPU; None where they can. wgmma exists at compute capability 9.0 alone."""
+    """Why these kernels cannot run on a GPU; None where they can. They are compiled for compute capability 9.0."""
     if capability != (9, 0):
         return f"compute capability {capability}, wanted 9.0; the Triton path serves"
     return None if nvrtc() else f"no NVRTC library for CUDA {torch.version.cuda}; the Triton path serves"
 
 
 def tokens_for(rows: int) -> int:
-    return next((t for t in TOKENS if rows <= t), TOKENS[-1])
+    """Rows of a CTA. Beyond what fits one, blocks of 64 are faster than of 128: two CTAs to a multiprocessor."""
+    return next((t for t in TOKENS if rows <= t), 64)
 
 
-def shared_bytes(k_tiles: int, tokens: int, splits: int) -> int:
+def short_threads(tokens: int) -> int:
+    """Of a CTA of the short kernel: with few rows a ninth warp reads."""
+    return 288 if tokens < 64 else 256
+
+
+def shared_bytes(tokens: int) -> int:
     """Of the short kernel; mirrors the layout at the top of prefill_short.cu."""
-    stages = 4 if tokens == 64 else 3
-    ring = stages * (tokens * 64 + _BLOCK_BYTES + tokens * 4 + 32) + -(-k_tiles // splits) * 8
-    return max(ring, splits * -(-tokens // splits) * 532 * 4)
+    stages = 6 if tokens == 128 else 4
+    stage = -(-(_BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + tokens * 68) // 512) * 512
+    return max(stages * stage, tokens * SHORT_TILES * 256) + 64 * SHORT_TILES * 16 + stages * 16 + SHORT_TILES * (64 * 5 + 4)
 
 
 def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
@@ -101,25 +113,44 @@ def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, sm
 
 
 def short_args(
-    q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: Tensor, splits: int
-) -> tuple[ShortArgs, int, int]:
-    """Arguments, grid, and rows of a CTA. As `prefill_triton.short`."""
-    weight, rows = _weight(w), q.shape[0]
+    q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: Tensor, splits: int, planes: bytes
+) -> tuple[ShortArgs, int, int, Tensor]:
+    """Arguments, grid, rows of a CTA, and the memory for sums that CTAs of a cluster hand over. As `prefill_triton.short`.
+
+    planes: `planes_map(w)`
+    """
+    weight, rows = _weight(w), out.shape[0]
     tokens = tokens_for(rows)
+    grid = splits * -(-rows // tokens) * -(-weight.n_tiles // SHORT_TILES)
+    parts = torch.empty(grid * tokens * SHORT_TILES * TILE if splits > 1 else 0, dtype=torch.float32, device=q.device)
     args = ShortArgs(
-        weight, q.data_ptr(), scale.data_ptr(), w.transform.data_ptr(), w.table.data_ptr(),
-        None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), rows, scale.stride(0), splits,
-        0 if bias is None else DTYPES.index(bias.dtype),
+        (ctypes.c_ubyte * 128).from_buffer_copy(planes), weight, q.data_ptr(), scale.data_ptr(), w.transform.data_ptr(),
+        w.table.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), parts.data_ptr(), out.stride(0), rows,
+        scale.stride(0), splits, 0 if bias is None else DTYPES.index(bias.dtype),
     )  # fmt: skip
-    return args, splits * -(-rows // tokens) * -(-weight.n_tiles // BLOCK_TILES), tokens
+    return args, grid, tokens, parts
+
+
+def planes_map(w: DecodeWeight) -> bytes:
+    """Tensor map of planes 0 and 1, in boxes of both planes of the tiles of a CTA at one input tile."""
+    weight = _weight(w)
+    rows = -(-weight.n_tiles // BLOCK_TILES) * weight.k_tiles * 2 * TILE
+    return tensor_map(w.codes.data_ptr(), rows, BLOCK_TILES * 16, 2 * TILE, SHORT_TILES * 16)
 
 
 def short(q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: Tensor, config: PrefillConfig) -> None:
-    args, grid, tokens = short_args(q, scale, w, bias, out, config.splits)
-    _short_module(w.device, out.dtype, tokens).kernel("short_rows").launch(
-        args, grid=grid, threads=THREADS, cluster=config.splits,
-        shared_bytes=shared_bytes(args.w.k_tiles, tokens, config.splits), stream=_stream(w.device), overlap=True,
-    )  # fmt: skip
+    # Many rows take several launches, so that what is handed over stays below `PARTS_BYTES`.
+    rows, n = out.shape
+    most = TOKENS[-1] * max(1, PARTS_BYTES // (config.splits * n * TOKENS[-1] * 4)) if config.splits > 1 else rows
+    planes = planes_map(w)
+    for first in range(0, rows, most):
+        args, grid, tokens, _ = short_args(
+            q[:, first:], scale[:, first:], w, bias, out[first : first + most], config.splits, planes
+        )
+        _short_module(w.device, out.dtype, tokens).kernel("short_rows").launch(
+            args, grid=grid, threads=short_threads(tokens), cluster=config.splits, shared_bytes=shared_bytes(tokens),
+            stream=_stream(w.device), overlap=True,
+        )  # fmt: skip
 
 
 def _weight(w: DecodeWeight) -> _Weight:
@@ -137,7 +168,9 @@ def _expand_module(device: torch.device) -> Module:
 
 @functools.cache
 def _short_module(device: torch.device, dtype: torch.dtype, tokens: int) -> Module:
-    return _module("prefill_short.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"TOKENS={tokens}"])
+    module = _module("prefill_short.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"TOKENS={tokens}"])
+    module.kernel("short_rows").prefer_shared()
+    return module
 
 
 def _module(source: str, device: torch.device, defines: list[str]) -> Module:

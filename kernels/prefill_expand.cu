@@ -9,7 +9,6 @@
 // multiplication by 1 / scale, which has 22 bits so that start times it is a float (`reference.coarse`). Columns of the product are
 // spread so that a lane ends up with 8 adjacent inputs.
 
-#define WGMMA 0
 #include "prefill_ptx.cu"
 #include "prefill_planes.cu"
 

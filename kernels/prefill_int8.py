@@ -170,9 +170,10 @@ def self_check(device: torch.device, path: str) -> str | None:
     with torch.device("cpu"):  # whatever the default device is while a server loads
         packed, transforms = checked_weight()
         g = torch.Generator().manual_seed(1)
-        drawn = [torch.randn(m, packed.in_features, dtype=torch.float32, generator=g) for m in (9, 40)]
+        counts = (9, 17, 33, 65)  # every kind of CTA of the short kernel
+        drawn = [torch.randn(m, packed.in_features, dtype=torch.float32, generator=g) for m in counts]
         matrices = transforms[packed.output_transform.long()]
-        w, config = decode_weight.prepare(packed, transforms), PrefillConfig(2, 64)
+        w, config = decode_weight.prepare(packed, transforms), PrefillConfig(2, 128)
         wanted = [linear_ref(x, packed, matrices, int8=True) for x in drawn]
         codes, _ = requantize_ref(packed, matrices)
     w = w.to(device)

@@ -72,20 +72,19 @@ __device__ __forceinline__ u32 flipped(u32 a, u32 bits) {
 // the top bit of an unsigned 8-bit-aligned code a, flipped, makes it a - 128. WIDE 0: planes 2 and 3 are absent.
 template <bool WIDE>
 __device__ __forceinline__ void codes_of(u32 p0, u32 p1, u32 p2, u32 p3, u32 (&out)[4]) {
-    constexpr u32 UPPER = 0xccccccccu, HIGH = 0xf0f0f0f0u, SIGN = 0x80808080u;
+    constexpr u32 UPPER = 0xccccccccu, HIGH = 0xf0f0f0f0u;
+    p0 = flipped(p0, 0xaaaaaaaau);
+    const u32 odd = chosen(p0, p1 >> 2, UPPER), even = chosen(p0 << 2, p1, UPPER);  // nibbles: j = 1, 3 and j = 0, 2
     if constexpr (WIDE) {
-        p0 = flipped(p0, 0xaaaaaaaau);
-        const u32 odd = chosen(p0, p1 >> 2, UPPER), even = chosen(p0 << 2, p1, UPPER);  // nibbles: j = 1, 3 and j = 0, 2
         const u32 low_odd = chosen(p2, p3 >> 2, UPPER), low_even = chosen(p2 << 2, p3, UPPER);
         out[0] = chosen(even << 4, low_even, HIGH);
         out[1] = chosen(odd << 4, low_odd, HIGH);
         out[2] = chosen(even, low_even >> 4, HIGH);
         out[3] = chosen(odd, low_odd >> 4, HIGH);
     } else {
-        const u32 odd = chosen(p0, p1 >> 2, UPPER), even = chosen(p0 << 2, p1, UPPER);
-        out[0] = even << 4 & HIGH ^ SIGN;
-        out[1] = odd << 4 & HIGH ^ SIGN;
-        out[2] = even & HIGH ^ SIGN;
-        out[3] = odd & HIGH ^ SIGN;
+        out[0] = even << 4 & HIGH;
+        out[1] = odd << 4 & HIGH;
+        out[2] = even & HIGH;
+        out[3] = odd & HIGH;
     }
 }

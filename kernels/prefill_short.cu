@@ -1,38 +1,46 @@
 // Mid-size batches: y = x W^T for some rows, the weight expanded inside. Compiled by NVRTC for compute capability 9.0.
 //
-// A CTA of two warpgroups owns a block of 512 outputs and TOKENS rows, and walks over its input tiles. Plane words and INT8 rows
-// arrive in a ring (cp.async). A lane takes word 8 w + g of the block (w its warp in the group) for the 16 inputs of its quads,
-// transposes bytes, and merges planes: what comes out is, with outputs and inputs suitably numbered, the A operand of the matrix unit
-// (wgmma) as a lane has to hold it, so that codes never pass through memory. A warpgroup takes two of the four bytes of each word.
-// The integer sums of 64 inputs are scaled by row and tile and added in float32, tiles in ascending order. The CTAs of a cluster
-// split the input tiles and send their sums to the one that finishes a row: it adds them in ascending order, rotates the outputs
-// back, adds the bias, rounds once.
-// Inputs of a tile stand in the order that `prefill_triton.quantize_groups` writes: `load_shared` offsets below are its inverse.
+// A CTA owns 256 outputs (four tiles, half a block of the decode form) and TOKENS rows, and walks over its input tiles, a step each. Plane
+// words and INT8 rows arrive in a ring, read by a warp of their own or by all. Eight warps multiply, each half the outputs of one tile:
+// `ldmatrix.trans` gives a lane both bytes of eight outputs for two inputs, a `prmt` of two such registers picks the warp's byte of four
+// inputs, and merging the planes makes of it the A operand of the tensor core, so that codes never pass through memory. The integer sums of
+// 64 inputs are scaled by row and tile and added in float32, tiles in ascending order. Warps do not wait for each other: every place of the
+// ring has a barrier that tells when its bytes are there, and one that tells when all are through with it.
+// The CTAs of a cluster split the input tiles and hand their sums, through memory, to the one that finishes a row: it adds them in
+// ascending order, rotates the outputs back, adds the bias, rounds once.
+// Inputs of a tile stand in the order that `prefill_triton.quantize_groups` writes, which is that of the B operand: 16 bytes a lane.
 //
-// Set by the compiler's command line: XTYPE (of y: 0 bf16, 1 fp16, 2 float32), TOKENS (16, 32, 64).
+// Set by the compiler's command line: XTYPE (of y: 0 bf16, 1 fp16, 2 float32), TOKENS (16, 32, 64, 128).
 
-#define WGMMA 1
 #include "prefill_ptx.cu"
 #include "prefill_planes.cu"
 
 struct Args {
+    Map planes;          // planes 0 and 1: rows of 128 bytes, in boxes of 128 half rows
     Weight w;
-    const u8* x;         // [rows, k_tiles * 64] int8, in the order above
-    const float* scale;  // [k_tiles, scale_stride] of rows, padded to 64
+    const u8* x;         // [k_tiles, rows_padded, 64] int8, in the order above
+    const float* scale;  // [k_tiles, rows_padded] of rows
     const u8* transform; // [n_tiles] row of `table`, 255 for the identity
     const u8* table;     // [., 64]: bits 0-5 permutation, 6 left sign, 7 right sign
     const void* bias;    // [n_tiles * 64] or null
     void* y;             // [rows, n_tiles * 64], rows y_stride elements apart
+    u8* parts;           // [CTAs][TOKENS][ROW_BYTES], whatever is there: what CTAs of a cluster hand each other
     long long y_stride;
-    int rows, scale_stride, splits, bias_type;
+    int rows, rows_padded, splits, bias_type;  // rows_padded: a multiple of 128
 };
 
-constexpr int STAGES = TOKENS == 64 ? 4 : 3, THREADS = 256;
-constexpr u32 ODD = 128;  // from an even input's words to the next one's
-constexpr int X_BYTES = TOKENS * 64;                        // [TOKENS][64 inputs], 64-byte swizzle
-constexpr int RECEIVED = 532;                               // floats of a received row: [16 outputs of a word][33], and a shift of banks
-constexpr int RAW_AT = STAGES * X_BYTES, SCALE_AT = RAW_AT + STAGES * BLOCK_BYTES;
-constexpr int FACTOR_AT = SCALE_AT + STAGES * TOKENS * 4, RING_BYTES = FACTOR_AT + STAGES * 32;  // then the sums, or meta
+constexpr int TILES = 4, WARPS = 8, RESIDENT = TOKENS == 128 ? 1 : 2;  // of a CTA; CTAs of a multiprocessor
+constexpr int STAGES = TOKENS == 128 ? 6 : 4;  // of the ring
+constexpr int READERS = TOKENS < 64 ? 1 : 0;  // warps that read and do nothing else; with many rows there is no register for them
+constexpr int THREADS = 32 * (WARPS + READERS), READING = READERS ? 32 * READERS : THREADS;
+constexpr int GROUP = TOKENS == 128 ? 32 : TOKENS;  // rows that are computed or left out together
+constexpr int PLANE = TILES * 1024;  // bytes of a plane of a step: [64 inputs][tiles], a tile at place tile ^ (input / 2 & 3)
+constexpr int X_AT = 4 * PLANE, SCALE_AT = X_AT + TOKENS * 64, STAGE_BYTES = (SCALE_AT + TOKENS * 4 + 511) / 512 * 512;
+constexpr int ROW_BYTES = TILES * 256;  // of a row of sums
+// Shared memory, as `shared_bytes` in prefill_cuda.py counts it: the ring, and in the end sums; steps; barriers; what finishing needs.
+constexpr int RING_BYTES = STAGES * STAGE_BYTES, STEPS_AT = RING_BYTES > TOKENS * ROW_BYTES ? RING_BYTES : TOKENS * ROW_BYTES;
+constexpr int PERIOD = 32;  // steps that are made ready at a time, two periods kept
+constexpr int BARRIERS_AT = STEPS_AT + 2 * PERIOD * TILES * 16, FINISH_AT = BARRIERS_AT + STAGES * 16;
 
 #if XTYPE == 2
 typedef float Output;
@@ -42,234 +50,346 @@ typedef u16 Output;
 __device__ __forceinline__ u16 rounded(float f) { return to_half(f, XTYPE); }
 #endif
 
-__device__ __forceinline__ void load_rows(const Args& args, u32 base, int slot, int kt, int first_row) {
-    const int row = threadIdx.x >> 2, chunk = threadIdx.x & 3;
-    if (threadIdx.x < TOKENS * 4) {
-        const bool wanted = first_row + row < args.rows;
-        const u8* from = args.x + (wanted ? (first_row + row) * (long long)args.w.k_tiles * 64 + kt * 64 + chunk * 16 : 0);
-        copy16(base + slot * X_BYTES + row * 64 + ((chunk ^ row >> 1 & 3) << 4), from, wanted ? 16 : 0);
-    }
-    if (threadIdx.x < TOKENS / 4)
-        copy16(base + SCALE_AT + slot * TOKENS * 4 + threadIdx.x * 16, args.scale + (long long)kt * args.scale_stride + first_row + threadIdx.x * 4, 16);
+// What a step needs to know of a tile. x, y: unit of input 0 in planes 2 and 3; z: units from an input to the next in plane 2 (bits
+// 0-7) and plane 3 (8-15), and whether the tile lacks plane 2 (16) and 3 (17); w: the value of a step of 8-bit codes.
+typedef uint4 Step;
+
+// Of the CTA's outputs: bias, an entry of the table (the identity's is i, without signs); what rotated sums are multiplied with.
+struct Finish {
+    float bias[TILES * 64];
+    u8 code[TILES * 64];
+    float factor[TILES];  // 0 for the identity
+};
+
+__device__ __forceinline__ void prepare_finish(const Args& args, Finish& finish, int tiles_before) {
+    if (threadIdx.x >= TILES * 64) return;
+    const int tile = threadIdx.x >> 6, i = threadIdx.x & 63, nt = tiles_before + tile;
+    if (nt >= args.w.n_tiles) return;
+    const u32 transform = args.transform[nt];
+    finish.code[threadIdx.x] = transform != 255 ? args.table[transform * 64 + i] : i;
+    if (i == 0) finish.factor[tile] = transform != 255 ? 0.125f : 0.f;
+    float bias = 0;
+    if (args.bias) bias = args.bias_type == 2 ? ((const float*)args.bias)[nt * 64 + i] : from_half(((const u16*)args.bias)[nt * 64 + i], args.bias_type);
+    finish.bias[threadIdx.x] = bias;
 }
 
-__device__ __forceinline__ void load_weight(const Args& args, const PlaneReader<THREADS>& planes, u32 base, u32 first, int s, int slot, const uint2* meta) {
-    planes.load(s, meta[s], slot);
-    if (threadIdx.x < 2) copy16(base + FACTOR_AT + slot * 32 + threadIdx.x * 16, args.w.factor + (u64)(first + s) * 8 + threadIdx.x * 4, 16);
-}
-
-// Words of one input tile -> codes of the group's two bytes: [byte][inputs u][output j of the byte]. `from`: of planes 0 and 1 at even
-// and odd inputs; `from2`, `from3` of the others.
-template <bool WIDE>
-__device__ __forceinline__ void expand(const u32 (&from)[2], const u32 (&from2)[2], const u32 (&from3)[2], bool has2, bool has3, u32 select, u32 (&code)[2][4][4]) {
+// A step of four tiles, from `first_tile` of the block on, of what the weight says about all eight.
+__device__ __forceinline__ void make_step(Step* ready, uint2 meta, float4 factor, int first_tile) {
+    const u32 with2 = meta.y & 255, with3 = meta.y >> 8 & 255, count2 = __popc(with2), count3 = __popc(with3);
+    const float factors[4] = {factor.x, factor.y, factor.z, factor.w};
 #pragma unroll
-    for (int u = 0; u < 4; ++u) {
-        const int offset = (4 * (u & 1) + 32 * (u >> 1)) * 128;
+    for (int i = 0; i < TILES; ++i) {
+        const u32 tile = first_tile + i, before = (1u << tile) - 1, lacks = (~with2 >> tile & 1) << 16 | (~with3 >> tile & 1) << 17;
+        ready[i] = make_uint4(meta.x + __popc(with2 & before), meta.x + 64 * count2 + __popc(with3 & before), count2 | count3 << 8 | lacks,
+                              __float_as_uint(2 * factors[i]));
+    }
+}
+
+// What a warp or all threads read. full, empty: barriers of the places of the ring; origin: number of step 0 among the weight's blocks and
+// input tiles; first: place of this thread among those who read.
+struct Reader {
+    const Args& args;
+    Step* ready;
+    u32 base, full, empty;
+    int origin, first_tile, begin, first_row, steps, first;
+
+    // The steps from `from` on, one to a lane.
+    __device__ __forceinline__ void make_ready(int from, int lane) {
+        const int s = from + lane;
+        if (s < steps)
+            make_step(ready + (s & 2 * PERIOD - 1) * TILES, args.w.meta[origin + s],
+                      *(const float4*)(args.w.factor + (u64)(origin + s) * 8 + first_tile), first_tile);
+    }
+
+    // Starts reading the weight of step s to place `slot`.
+    __device__ __forceinline__ void read_weight(int s, int slot) {
+        const u32 place = base + slot * STAGE_BYTES, barrier = full + slot * 8;
+        if (first == 0) {
+            barrier_expect(barrier, 2 * PLANE);
+            copy_box(place, args.planes, first_tile * 16, (origin + s) * 128, barrier);
+        }
+        const Step step = ready[(s & 2 * PERIOD - 1) * TILES + first % TILES];
+        const u32 input = first / TILES;  // and all further ones of the thread
+        const u32 to = place + input * 64 + ((first % TILES ^ (input >> 1 & 3)) << 4);
+        if (__any_sync(FULL, !(step.z & 1 << 16))) {
+            read_plane<2, 0>(step.z & 1 << 16, to, args.w.codes + (u64)(step.x + input * (step.z & 255)) * 16, (step.z & 255) * (READING * 4));
+            read_plane<3, 0>(step.z & 1 << 17, to, args.w.codes + (u64)(step.y + input * (step.z >> 8 & 255)) * 16, (step.z >> 8 & 255) * (READING * 4));
+        }
+        barrier_arrive_copied(barrier);
+    }
+
+    __device__ __forceinline__ void read_rows(int s, int slot) {
+        if (first) return;
+        const u32 place = base + slot * STAGE_BYTES, barrier = full + slot * 8;
+        const u64 row = (u64)(begin + s) * args.rows_padded + first_row;
+        barrier_arrive_expect(barrier, TOKENS * 68);
+        copy_bulk(place + X_AT, args.x + row * 64, TOKENS * 64, barrier);
+        copy_bulk(place + SCALE_AT, args.scale + row, TOKENS * 4, barrier);
+    }
+
+    __device__ __forceinline__ void fill() {
+        for (int s = 0; s < min(steps, STAGES); ++s) read_weight(s, s);  // the weight may be read before the rows are there
+        wait_for_inputs();
+        for (int s = 0; s < min(steps, STAGES); ++s) read_rows(s, s);
+    }
+
+    // Reads what is left, as places get free.
+    __device__ __forceinline__ void run(int lane) {
+        int slot = 0;
+        u32 parity = 0;
+#pragma unroll 1
+        for (int s = STAGES; s < steps; ++s) {
+            if (s % PERIOD == 0) {  // what stands there was for steps that are behind everybody
+                if (s > PERIOD) make_ready(s, lane);
+                __syncwarp();
+            }
+            barrier_wait(empty + slot * 8, parity);
+            read_weight(s, slot);
+            read_rows(s, slot);
+            parity ^= slot == STAGES - 1;
+            slot = slot == STAGES - 1 ? 0 : slot + 1;
+        }
+    }
+
+private:
+    template <int P, int I>
+    __device__ __forceinline__ void read_plane(u32 lacks, u32 to, const u8* from, u32 step) {
+        copy16_unless<P * PLANE + I * READING * 16, 0>(lacks, to, from);
+        if constexpr ((I + 1) * READING < 64 * TILES) read_plane<P, I + 1>(lacks, to, from + step, step);
+    }
+};
+
+// The warp's half of a tile: [32 inputs each][16 inputs each][output j of the byte], codes of four inputs in a word.
+template <bool WIDE>
+__device__ __forceinline__ void expand(u32 from, u32 select, u32 (&code)[2][2][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
         u32 bytes[4][2] = {};
 #pragma unroll
         for (int p = 0; p < (WIDE ? 4 : 2); ++p) {
-            u32 w[4];
+            u32 r[4];
+            load_transposed(r, from + p * PLANE + half * (PLANE / 2));
+            bytes[p][0] = __byte_perm(r[0], r[1], select);
+            bytes[p][1] = __byte_perm(r[2], r[3], select);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) codes_of<WIDE>(bytes[0][i], bytes[1][i], bytes[2][i], bytes[3][i], code[half][i]);
+    }
+}
+
+// 32 outputs by 8 N rows: products of a step's codes and rows, scaled, added to `total`. A unit is 16 outputs by 8 rows; the products
+// of the units ahead are under way while one is scaled.
+template <int N>
+__device__ __forceinline__ void add_products(const u32 (&code)[2][2][4], const u8* x, const u8* scales, float factor, float (*total)[8]) {
+    uint4 b[N];
+    int sum[2 * N][4];
+    float scale[N][2];
+#pragma unroll
+    for (int unit = 0; unit < 2 * N + 2; ++unit) {
+        if (unit < 2 * N) {
+            const int n = unit / 2, i = unit % 2;
+            if (i == 0) {
+                b[n] = *(const uint4*)(x + n * 512);
+                const float2 two = *(const float2*)(scales + n * 32);
+                scale[n][0] = two.x * factor;
+                scale[n][1] = two.y * factor;
+            }
+            const u32 a[4] = {code[0][0][2 * i], code[0][0][2 * i + 1], code[0][1][2 * i], code[0][1][2 * i + 1]};
+            const int zero[4] = {};
+            mma_s8(sum[unit], a, b[n].x, b[n].y, zero);
+        }
+        if (unit >= 1 && unit < 2 * N + 1) {
+            const int n = (unit - 1) / 2, i = (unit - 1) % 2;
+            const u32 a[4] = {code[1][0][2 * i], code[1][0][2 * i + 1], code[1][1][2 * i], code[1][1][2 * i + 1]};
+            mma_s8(sum[unit - 1], a, b[n].z, b[n].w, sum[unit - 1]);
+        }
+        if (unit >= 2) {
+            const int n = (unit - 2) / 2, i = (unit - 2) % 2;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) total[n][4 * i + k] = fmaf((float)sum[unit - 2][k], scale[n][k & 1], total[n][4 * i + k]);
+        }
+    }
+}
+
+// Where a row's sums of 4 outputs stand among those of a CTA: twisted, so that eight lanes that write or read meet every bank.
+__device__ __forceinline__ u32 sum_at(int row, int tile, int four) {
+    return row * ROW_BYTES + tile * 256 + ((four ^ (row >> 1 & 1 | (row << 2 ^ row) & 4)) << 4);
+}
+
+// The rows of `mine` from first_mine on, finished under one tile, by a warp that takes `rounds` of eight: the parts of the CTAs are added
+// up, `own` being here and the others in `parts`, multiplied by the Hadamard matrix, permuted, rounded.
+__device__ __forceinline__ void finish_tile(u8* sums, const u8* parts, const Finish& finish, int splits, int own, int first_mine, int mine, int round, int tile,
+                                            Output* y, long long y_stride, int lane) {
+    const int g = lane >> 2, part = lane & 3;  // four lanes to a row: outputs 16 i + 4 part + e
+    const bool rotated = finish.factor[tile] != 0;
+    const float low = part & 1 ? -1.f : 1.f, high = part & 2 ? -1.f : 1.f;
+    u32 at[2], e[2];  // of the sums that become outputs `lane` and `lane + 32`
+    float factor[2], bias[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 code = finish.code[tile * 64 + 32 * i + lane];
+        at[i] = (code & 63) >> 2;
+        e[i] = (code & 3) * 4;
+        factor[i] = !rotated ? 1.f : code & 64 ? -0.125f : 0.125f;
+        bias[i] = finish.bias[tile * 64 + 32 * i + lane];
+    }
+#pragma unroll 1
+    for (int first = round * 8; first < mine; first += 16) {
+        const int row = first_mine + min(first + g, mine - 1);
+        float v[16];
+#pragma unroll
+        for (int k = 0; k < 16; ++k) v[k] = 0;
+#pragma unroll 1
+        for (int s = 0; s < splits; s += 4) {  // four parts under way
+            float4 more[4][4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                if (s + k < splits)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const u32 from = sum_at(row, tile, 4 * i + part);
+                        more[k][i] = s + k == own ? *(const float4*)(sums + from) : load_fresh(parts + (u64)(s + k) * TOKENS * ROW_BYTES + from);
+                    }
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                if (s + k < splits)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        v[4 * i] += more[k][i].x;
+                        v[4 * i + 1] += more[k][i].y;
+                        v[4 * i + 2] += more[k][i].z;
+                        v[4 * i + 3] += more[k][i].w;
+                    }
+        }
+        if (rotated) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const u32 at = (p < 2 ? from[i & 1] + p * PLANE_BYTES : p == 2 ? from2[i & 1] : from3[i & 1]) + offset + (i & 2) * 128;
-                w[i] = p < 2 || (p == 2 ? has2 : has3) ? load_shared(at) : 0;
+                const u32 signs = *(const u32*)(finish.code + tile * 64 + 16 * i + 4 * part);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) v[4 * i + k] = __uint_as_float(__float_as_uint(v[4 * i + k]) ^ (signs << (24 - 8 * k) & 0x80000000u));
             }
-            const u32 a = __byte_perm(w[0], w[1], select), b = __byte_perm(w[2], w[3], select);
-            bytes[p][0] = __byte_perm(a, b, 0x5410);
-            bytes[p][1] = __byte_perm(a, b, 0x7632);
-        }
 #pragma unroll
-        for (int byte = 0; byte < 2; ++byte) codes_of<WIDE>(bytes[0][byte], bytes[1][byte], bytes[2][byte], bytes[3][byte], code[byte][u]);
+            for (int d = 1; d < 16; d *= 2)
+#pragma unroll
+                for (int i = 0; i < 16; ++i)
+                    if (!(i & d)) {
+                        const float a = v[i], b = v[i + d];
+                        v[i] = a + b;
+                        v[i + d] = a - b;
+                    }
+#pragma unroll
+            for (int i = 0; i < 16; ++i) v[i] = fmaf(v[i], low, __shfl_xor_sync(FULL, v[i], 1));
+#pragma unroll
+            for (int i = 0; i < 16; ++i) v[i] = fmaf(v[i], high, __shfl_xor_sync(FULL, v[i], 2));
+        }
+        if (first + g < mine)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) *(float4*)(sums + sum_at(row, tile, 4 * i + part)) = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < 8; ++k)
+            if (first + k < mine) {
+                const int done = first_mine + first + k;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) y[done * y_stride + 32 * i + lane] = rounded(fmaf(*(const float*)(sums + sum_at(done, tile, at[i]) + e[i]), factor[i], bias[i]));
+            }
     }
 }
 
-__device__ __forceinline__ void multiply(int (&sums)[TOKENS / 2], const u32 (&code)[4][4], int j, u64 x) {
-    wgmma_fence();
-    wgmma_s8<TOKENS, 0>(sums, code[0][j], code[0][j + 1], code[1][j], code[1][j + 1], x);
-    wgmma_s8<TOKENS, 1>(sums, code[2][j], code[2][j + 1], code[3][j], code[3][j + 1], x + (32 >> 4));
-    wgmma_commit();
-}
-
-__device__ __forceinline__ void add_sums(float (&total)[TOKENS / 2], int (&sums)[TOKENS / 2], const float (&scale)[TOKENS / 4]) {
-    wgmma_arrived(sums);
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) total[i] = fmaf((float)sums[i], scale[(i >> 2) * 2 + (i & 1)], total[i]);
-}
-
-// One row of one tile by a warp: lane holds sums of outputs `lane` and `lane + 32`.
-__device__ __forceinline__ void finish_row(const Args& args, float lo, float hi, int nt, long long row, int lane) {
-    const u32 transform = args.transform[nt];
-    if (transform != 255) {
-        const u32 code_lo = args.table[transform * 64 + lane], code_hi = args.table[transform * 64 + lane + 32];
-        lo = code_lo & 128 ? -lo : lo;
-        hi = code_hi & 128 ? -hi : hi;
-        const float sum = lo + hi, difference = lo - hi;
-        lo = sum;
-        hi = difference;
-#pragma unroll
-        for (int d = 16; d; d >>= 1) {
-            const float lo_there = __shfl_xor_sync(FULL, lo, d), hi_there = __shfl_xor_sync(FULL, hi, d);
-            lo = lane & d ? lo_there - lo : lo + lo_there;
-            hi = lane & d ? hi_there - hi : hi + hi_there;
-        }
-        const float a = __shfl_sync(FULL, lo, code_lo & 31), b = __shfl_sync(FULL, hi, code_lo & 31);
-        const float c = __shfl_sync(FULL, lo, code_hi & 31), d = __shfl_sync(FULL, hi, code_hi & 31);
-        lo = (code_lo & 32 ? b : a) * (code_lo & 64 ? -0.125f : 0.125f);
-        hi = (code_hi & 32 ? d : c) * (code_hi & 64 ? -0.125f : 0.125f);
-    }
-    const int n = nt * 64 + lane;
-    if (args.bias) {
-        if (args.bias_type == 2) {
-            lo += ((const float*)args.bias)[n];
-            hi += ((const float*)args.bias)[n + 32];
-        } else {
-            lo += from_half(((const u16*)args.bias)[n], args.bias_type);
-            hi += from_half(((const u16*)args.bias)[n + 32], args.bias_type);
-        }
-    }
-    Output* y = (Output*)args.y + row * args.y_stride;
-    y[n] = rounded(lo);
-    y[n + 32] = rounded(hi);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, TOKENS == 16 ? 2 : 1) short_rows(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) short_rows(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) u8 shared[];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = warp >> 2, w = warp & 3, g = lane >> 2, t = lane & 3;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tile = warp >> 1, half = warp & 1, g = lane >> 2, c = lane & 3;
     const int splits = args.splits, split = blockIdx.x % splits, row_blocks = (args.rows + TOKENS - 1) / TOKENS;
-    const int first_row = blockIdx.x / splits % row_blocks * TOKENS, block = blockIdx.x / splits / row_blocks;
-    const int per_split = (args.w.k_tiles + splits - 1) / splits, begin = min(split * per_split, args.w.k_tiles);
-    const int steps = min(begin + per_split, args.w.k_tiles) - begin;
+    const int first_row = blockIdx.x / splits % row_blocks * TOKENS, rows = min(args.rows - first_row, TOKENS);
+    const int tiles_before = blockIdx.x / splits / row_blocks * TILES;
+    const int begin = split * args.w.k_tiles / splits, steps = (split + 1) * args.w.k_tiles / splits - begin;
 
-    const u32 base = shared_address(shared);
-    uint2* meta = (uint2*)(shared + RING_BYTES);
-    const u32 first = block * args.w.k_tiles + begin;
-    const PlaneReader<THREADS> planes(args.w.codes, first, base + RAW_AT);
-    for (int i = threadIdx.x; i < steps; i += THREADS) meta[i] = args.w.meta[first + i];
-    __syncthreads();
-    // the weight may be read before the rows are there
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s)
-        if (s < steps) load_weight(args, planes, base, first, s, s, meta);
-    wait_for_inputs();
+    const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + STAGES * 8;
+    Step* ready = (Step*)(shared + STEPS_AT);
+    Finish& finish = *(Finish*)(shared + FINISH_AT);
     let_next_start();
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) {
-        if (s < steps) load_rows(args, base, s, begin + s, first_row);
-        copy_commit();  // the weight of all these steps goes with the first
+    if (threadIdx.x < STAGES) {
+        barrier_init(full + threadIdx.x * 8, READING + 1);
+        barrier_init(empty + threadIdx.x * 8, WARPS);
+        barriers_are_ready();
     }
-
-    // this lane: word 8 w + g of the block, inputs 8 t + i + 4 (u & 1) + 32 (u >> 1), i = 0..3, of quad u
-    const int tile = 2 * w + (g >> 2);
-    u32 select = group ? 0x7362 : 0x5140, own = RAW_AT + base + 8 * t * 128 + (g & 3) * 4, before = (1u << tile) - 1, pair = 0x303u << 2 * w;
-    u32 turn = twist(8 * t);  // of even inputs; that of odd ones has bit 0 set
-    u32 from = own + (tile ^ turn) * 16, from_odd = own + ODD + (tile ^ turn ^ 1) * 16;
-    asm("" : "+r"(select), "+r"(own), "+r"(before), "+r"(pair), "+r"(turn), "+r"(from), "+r"(from_odd));  // kept, not computed at every step
-    float total[4][TOKENS / 2];  // rows of a product: outputs 16 g + 4 (2 group + (m >> 1)) + 2 (m & 1) (+ 1) of the warp's 128
+    Reader reader{args, ready, base, full, empty, (tiles_before >> 3) * args.w.k_tiles + begin, tiles_before & 7, begin, first_row, steps,
+                  READERS ? (int)threadIdx.x - 32 * WARPS : (int)threadIdx.x};
+    if (warp < 2) reader.make_ready(warp * PERIOD, lane);
+    __syncthreads();
+    float total[TOKENS / 8][8];  // [..][4 i + 2 h + side]: row 8 n + 2 c + side, output 8 g + 4 half + 2 i + h of the tile
 #pragma unroll
-    for (int m = 0; m < 4; ++m)
+    for (int n = 0; n < TOKENS / 8; ++n)
 #pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) total[m][i] = 0;
-
-    int slot = 0;
-#pragma unroll 1
-    for (int s = 0; s < steps; ++s) {
-        copy_wait<STAGES - 2>();
-        if (threadIdx.x < TOKENS * 4) fence_shared_for_wgmma();  // who copied rows
-        __syncthreads();  // step s is there, and everybody is through with step s - 1, whose place is the next to be filled
-        const int ahead = s + STAGES - 1, to = slot == 0 ? STAGES - 1 : slot - 1;
-        if (ahead < steps) {
-            load_weight(args, planes, base, first, ahead, to, meta);
-            load_rows(args, base, to, begin + ahead, first_row);
-        }
-        copy_commit();
-
-        u32 code[2][4][4];
-        const u32 raw = slot * BLOCK_BYTES, masks = meta[s].y;
-        const u32 here[2] = {from + raw, from_odd + raw};
-        if (masks & pair) {
-            const u32 turn2 = __popc(masks & before) ^ turn, turn3 = __popc(masks >> 8 & before) ^ turn;  // ranks of this tile
-            const u32 at2 = own + raw + 2 * PLANE_BYTES, at3 = own + raw + 3 * PLANE_BYTES;
-            u32 from2[2] = {at2 + turn2 * 16, at2 + ODD + (turn2 ^ 1) * 16};
-            u32 from3[2] = {at3 + turn3 * 16, at3 + ODD + (turn3 ^ 1) * 16};
-            asm("" : "+r"(from2[0]), "+r"(from2[1]), "+r"(from3[0]), "+r"(from3[1]));  // not computed again for every load
-            expand<true>(here, from2, from3, masks & before + 1, masks >> 8 & before + 1, select, code);
-        } else {
-            expand<false>(here, here, here, false, false, select, code);
-        }
-        float scale[TOKENS / 4];  // of this lane's rows, times the tile's
-        const float factor = 2 * ((const float*)(shared + FACTOR_AT + slot * 32))[tile];
-        const float* scales = (const float*)(shared + SCALE_AT + slot * TOKENS * 4) + 2 * t;
-#pragma unroll
-        for (int i = 0; i < TOKENS / 8; ++i) {
-            const float2 two = *(const float2*)(scales + 8 * i);
-            scale[2 * i] = two.x * factor;
-            scale[2 * i + 1] = two.y * factor;
-        }
-        const u64 x = matrix_64(base + slot * X_BYTES);
-        if constexpr (TOKENS == 64) {
-            int sums[TOKENS / 2];
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                multiply(sums, code[m >> 1], 2 * (m & 1), x);
-                wgmma_wait<0>();
-                add_sums(total[m], sums, scale);
-            }
-        } else {
-            int sums[4][TOKENS / 2];
-#pragma unroll
-            for (int m = 0; m < 4; ++m) multiply(sums[m], code[m >> 1], 2 * (m & 1), x);
-            wgmma_wait<3>();
-            add_sums(total[0], sums[0], scale);
-            wgmma_wait<2>();
-            add_sums(total[1], sums[1], scale);
-            wgmma_wait<1>();
-            add_sums(total[2], sums[2], scale);
-            wgmma_wait<0>();
-            add_sums(total[3], sums[3], scale);
-        }
-        slot = slot == STAGES - 1 ? 0 : slot + 1;
-    }
-
-    // sums of this CTA's share of the rows: [splits][rows_here][RECEIVED] float32 over the ring, which nobody needs any more
-    const int rows_here = (TOKENS + splits - 1) / splits;
-    if (splits > 1) {
-        cluster_arrive();
-        cluster_wait();
+        for (int i = 0; i < 8; ++i) total[n][i] = 0;
+    if (!READERS) reader.fill();
+    if (warp >= WARPS) {
+        reader.fill();
+        reader.run(lane);
+        __syncwarp();
     } else {
-        __syncthreads();
-    }
-#pragma unroll
-    for (int i = 0; i < TOKENS / 8; ++i)
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-            const int row = 8 * i + 2 * t + side, owner = row / rows_here;
-            const u32 at = base + ((split * rows_here + row - owner * rows_here) * RECEIVED + 8 * w + g) * 4;
-            const u32 there = splits > 1 ? address_in(at, owner) : at;
-#pragma unroll
-            for (int m = 0; m < 4; ++m)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int output = 4 * (2 * group + (m >> 1)) + 2 * (m & 1) + h;  // of the word's 16
-                    store_cluster(there + output * 33 * 4, total[m][4 * i + 2 * h + side]);
+        prepare_finish(args, finish, tiles_before);
+        u32 select = half ? 0x7531 : 0x6420;
+        u32 from = base + lane * 64 + ((tile ^ (lane >> 1 & 3)) << 4);
+        u32 at = 0, slot = 0, parity = 0;  // the place in the ring, how often it has been filled
+        asm("" : "+r"(from), "+r"(select));  // kept, not computed again at every step
+#pragma unroll 1
+        for (int s = 0; s < steps; ++s) {
+            if (!READERS) {
+                if (s % PERIOD == 0 && s) {
+                    __syncthreads();
+                    if (warp == 0) reader.make_ready(s + PERIOD, lane);
+                    __syncthreads();
                 }
+                if (s >= 2 && s - 2 + STAGES < steps) {  // the step before the last is behind nearly everybody, and its place filled again
+                    const int free = slot < 2 ? slot + STAGES - 2 : slot - 2;
+                    barrier_wait(empty + free * 8, slot < 2 ? parity ^ 1 : parity);
+                    reader.read_weight(s - 2 + STAGES, free);
+                    reader.read_rows(s - 2 + STAGES, free);
+                }
+            }
+            barrier_wait(full + slot * 8, parity);
+            const uint2 step = *(const uint2*)&ready[(s & 2 * PERIOD - 1) * TILES + tile].z;
+            u32 code[2][2][4];
+            if (~step.x & 3 << 16)
+                expand<true>(from + at, select, code);
+            else
+                expand<false>(from + at, select, code);
+            const float factor = __uint_as_float(step.y);
+            const u8* x = shared + at + X_AT + lane * 16;
+            const u8* scales = shared + at + SCALE_AT + c * 8;
+#pragma unroll
+            for (int first = 0; first < TOKENS; first += GROUP) {
+                if (first && first >= rows) break;
+                add_products<GROUP / 8>(code, x + first * 64, scales + first * 4, factor, &total[first / 8]);
+            }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + slot * 8);
+            parity ^= slot == STAGES - 1;
+            at = slot == STAGES - 1 ? 0 : at + STAGE_BYTES;
+            slot = slot == STAGES - 1 ? 0 : slot + 1;
         }
+    }
+
+    // Sums of the CTA, over the ring, which nobody needs any more. Rows that another CTA finishes go through memory.
+    __syncthreads();
+    if (warp < WARPS)
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; ++n)
+#pragma unroll
+            for (int side = 0; side < 2; ++side)
+                *(float4*)(shared + sum_at(8 * n + 2 * c + side, tile, 2 * g + half)) =
+                    make_float4(total[n][side], total[n][2 + side], total[n][4 + side], total[n][6 + side]);
+    __syncthreads();
+    const int rows_here = (rows + splits - 1) / splits, first_mine = split * rows_here, mine = min(rows_here, rows - first_mine);
     if (splits > 1) {
+        u8* to = args.parts + (u64)blockIdx.x * TOKENS * ROW_BYTES;
+        for (int i = threadIdx.x * 16; i < rows * ROW_BYTES; i += THREADS * 16)
+            if ((u32)(i / ROW_BYTES - first_mine) >= (u32)rows_here) *(float4*)(to + i) = *(const float4*)(shared + i);
         cluster_arrive();
         cluster_wait();
-    } else {
-        __syncthreads();
     }
-    const float* received = (const float*)shared;
-#pragma unroll 1
-    for (int task = warp; task < 8 * rows_here; task += THREADS / 32) {
-        const int row = task >> 3, nt = 8 * block + (task & 7), in_block = split * rows_here + row;
-        if (nt >= args.w.n_tiles || in_block >= TOKENS || first_row + in_block >= args.rows) continue;
-        float lo = 0, hi = 0;
-        for (int s = 0; s < splits; ++s) {
-            const float* part = received + (s * rows_here + row) * RECEIVED + (lane & 15) * 33 + 4 * (task & 7) + (lane >> 4);
-            lo += part[0];
-            hi += part[2];
-        }
-        finish_row(args, lo, hi, nt, first_row + in_block, lane);
-    }
+    if (warp < WARPS && tiles_before + warp % TILES < args.w.n_tiles)
+        finish_tile(shared, args.parts + (u64)(blockIdx.x - split) * TOKENS * ROW_BYTES, finish, splits, split, first_mine, mine, warp / TILES, warp % TILES,
+                    (Output*)args.y + first_row * args.y_stride + (tiles_before + warp % TILES) * 64, args.y_stride, lane);
 }

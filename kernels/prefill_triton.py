@@ -1,7 +1,7 @@
 """Triton kernels of the prefill: INT8 rows, and the portable forms of what `prefill_*.cu` does faster on Hopper.
 
-Rows quantised per 64 inputs are stored in the order that expanding wants: place 16u + 4t + i of an input tile holds input
-8t + i + 4 (u % 2) + 32 (u // 2), t and i below 4.
+Rows quantised per 64 inputs are stored in the order in which the tensor core's operand wants them: place 16c + 2d + i of an
+input tile holds input 8d + 2c + i, c below 4, d below 8, i below 2.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from vllm_tilequant.kernels.rotation import read_table, turn
 from vllm_tilequant.kernels.tuning import multiprocessors
 from vllm_tilequant.schema import TILE
 
-#: `quantize_groups` pads the rows of its scales to a multiple of this, so that a block of rows reads aligned vectors.
-ROW_PAD = 64
+#: `quantize_groups` pads its rows to a multiple of this, so that a block of rows is one piece; what is padded is not written.
+ROW_PAD = 128
 #: Inputs up to which a block of `quantize_rows` holds a whole row in registers, 16 of them to a thread.
 WHOLE_ROW = 16384
 #: Threads of a multiprocessor that so many registers leave room for.
@@ -29,19 +29,25 @@ _SMALLEST = tl.constexpr(SMALLEST)
 
 
 def quantize_groups(x: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`activation_int8_ref`, reordered: x [M, K], rows contiguous -> q [M, K] int8, scale [K/64, M padded] float32.
+    """`activation_int8_ref`, reordered: x [M, K], rows contiguous -> q [K/64, M padded, 64] int8, scale [K/64, M padded].
 
     table: [64] uint8 of `layout.rotation_table`, for inputs that are rotated first; None for none
     """
     m, k = x.shape
-    q = torch.empty(m, k, dtype=torch.int8, device=x.device)
-    scale = torch.empty(k // TILE, -(-m // ROW_PAD) * ROW_PAD, dtype=torch.float32, device=x.device)
-    grid = (m, -(-k // (TILE * GROUPS)))
+    padded = -(-m // ROW_PAD) * ROW_PAD
+    q = torch.empty(k // TILE, padded, TILE, dtype=torch.int8, device=x.device)
+    scale = torch.empty(k // TILE, padded, dtype=torch.float32, device=x.device)
+    grid, overlap = (m, -(-k // (TILE * GROUPS))), _overlaps(x.device)
     _quantize_groups[grid](
-        x, x if table is None else table, q, scale, x.stride(0), scale.stride(0), k // TILE,
-        G=GROUPS, ROTATE=table is not None, num_warps=4,
+        x, x if table is None else table, q, scale, x.stride(0), padded, k // TILE,
+        G=GROUPS, ROTATE=table is not None, OVERLAP=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return q, scale
+
+
+def _overlaps(device: torch.device) -> bool:
+    """Whether a GPU can start a launch before the one in front has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def quantize_rows(x: Tensor, unsmoothing: Tensor | None, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -92,10 +98,10 @@ def gemm(q: Tensor, scale: Tensor, codes: Tensor, unit: Tensor, bias: Tensor | N
 
 def short(q: Tensor, scale: Tensor, w: DecodeWeight, rotation: Tensor, index: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = `linear_ref(int8=True)` from the two results of `quantize_groups`; the weight is expanded inside."""
-    m, n_tiles, k_tiles = q.shape[0], w.out_features // TILE, w.in_features // TILE
+    m, n_tiles, k_tiles = out.shape[0], w.out_features // TILE, w.in_features // TILE
     block = 32  # at any number of rows, so that a row is summed in one order
     _short[(-(-m // block), n_tiles)](
-        q, scale, w.codes, w.meta, w.factor, rotation, index, out if bias is None else bias, out, m, k_tiles, scale.stride(0),
+        q, scale, w.codes, w.meta, w.factor, rotation, index, out if bias is None else bias, out, m, k_tiles, q.shape[1],
         out.stride(0), BM=block, BIAS=bias is not None, num_warps=4,
     )  # fmt: skip
 
@@ -103,7 +109,7 @@ def short(q: Tensor, scale: Tensor, w: DecodeWeight, rotation: Tensor, index: Te
 @triton.jit
 def _input_at(place):
     """The input at a place of an input tile's row."""
-    return place // 4 % 4 * 8 + place % 4 + place // 16 % 2 * 4 + place // 32 * 32
+    return place // 2 % 8 * 8 + place // 16 * 2 + place % 2
 
 
 @triton.jit
@@ -124,13 +130,17 @@ def _round_product(x, y, FUSED: tl.constexpr):
 @triton.jit
 def _place_of(i):
     """The place of an input of an input tile: `_input_at` the other way."""
-    return i // 32 * 32 + i // 4 % 2 * 16 + i // 8 % 4 * 4 + i % 4
+    return i // 2 % 4 * 16 + i // 8 * 2 + i % 2
 
 
 @triton.jit
 def _quantize_groups(
-    x_ptr, table_ptr, q_ptr, scale_ptr, x_stride, scale_stride, k_tiles, G: tl.constexpr, ROTATE: tl.constexpr
-):
+    x_ptr, table_ptr, q_ptr, scale_ptr, x_stride, padded, k_tiles,
+    G: tl.constexpr, ROTATE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:  # it may start before the launch in front has ended, and the product behind it may read its weight meanwhile
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     m = tl.program_id(0).to(tl.int64)
     kt = tl.program_id(1) * G + tl.arange(0, G)
     at = tl.arange(0, 64)
@@ -147,8 +157,9 @@ def _quantize_groups(
     scale = tl.where(scale == 0.0, 1.0, scale) + tl.sum(x * 0.0, 1)  # NaN where any input is NaN or infinite
     q = _round(tl.math.div_rn(x, tl.broadcast_to(scale[:, None], [G, 64])))
     q = tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
-    tl.store(q_ptr + m * k_tiles * 64 + kt[:, None] * 64 + to[None, :], q, mask=inside)
-    tl.store(scale_ptr + kt.to(tl.int64) * scale_stride + m, scale, mask=kt < k_tiles)
+    row = kt.to(tl.int64) * padded + m
+    tl.store(q_ptr + row[:, None] * 64 + to[None, :], q, mask=inside)
+    tl.store(scale_ptr + row, scale, mask=kt < k_tiles)
 
 
 @triton.jit
@@ -329,7 +340,7 @@ def _gemm(
 
 @triton.jit(do_not_specialize=["m"])
 def _short(
-    q_ptr, scale_ptr, code_ptr, meta_ptr, factor_ptr, rotation_ptr, index_ptr, bias_ptr, out_ptr, m, k_tiles, scale_stride,
+    q_ptr, scale_ptr, code_ptr, meta_ptr, factor_ptr, rotation_ptr, index_ptr, bias_ptr, out_ptr, m, k_tiles, padded,
     out_stride, BM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -342,10 +353,11 @@ def _short(
     kt = 0
     while kt < k_tiles:
         at = (nt // 8).to(tl.int64) * k_tiles + kt
-        x = tl.load(q_ptr + row[:, None] * (k_tiles * 64) + (kt * 64 + n)[None, :], mask=inside[:, None], other=0)  # int8
+        place = kt * padded.to(tl.int64) + row
+        x = tl.load(q_ptr + place[:, None] * 64 + n[None, :], mask=inside[:, None], other=0)  # int8
         codes = _codes(code_ptr, meta_ptr, at, nt % 8, channels)  # [64, 64] int8
         sums = tl.dot(x, codes, out_dtype=tl.int32).to(tl.float32)  # exact
-        scale = tl.load(scale_ptr + kt * scale_stride.to(tl.int64) + row, mask=inside, other=0.0)
+        scale = tl.load(scale_ptr + place, mask=inside, other=0.0)
         acc += sums * (scale * (2.0 * tl.load(factor_ptr + at * 8 + nt % 8)))[:, None]
         kt += 1
     rotation = tl.load(rotation_ptr + tl.load(index_ptr + nt).to(tl.int32) * 4096 + n[None, :] * 64 + n[:, None])  # [n, n']

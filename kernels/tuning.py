@@ -149,17 +149,18 @@ def tuned_prefill(gpu: str) -> dict[tuple[int, int], PrefillConfig]:
 
 
 def default_prefill_config(n: int, k: int, multiprocessors: int) -> PrefillConfig:
-    """The documented default: of 1 to 8 splits (the portable cluster) those that leave the fewest multiprocessors idle in the
-    last wave of CTAs of 512 outputs, the fewest of equals, with two input tiles to a CTA at least. The short kernel up to 64
-    rows of a large weight, whose expansion takes long, up to 32 of others."""
-    blocks = -(-n // 512)
+    """The documented default: of 1 to 8 splits (the portable cluster), with two input tiles to a CTA at least, the fewest that
+    keep four fifths of the places for CTAs of 256 outputs busy, two to a multiprocessor; else those that keep most busy. The
+    short kernel up to 128 rows of a large weight, whose expansion takes long, up to 64 of others."""
+    blocks = -(-n // 256)
 
     def busy(splits: int) -> float:
-        waves = blocks * splits / multiprocessors
+        waves = blocks * splits / (2 * multiprocessors)
         return waves / -(-waves // 1)
 
     legal = [s for s in range(1, 9) if s == 1 or k // 64 >= 2 * s]
-    return PrefillConfig(max(legal, key=lambda s: (round(busy(s), 2), -s)), 64 if n * k >= 2**26 else 32)
+    splits = next((s for s in legal if busy(s) >= 0.8), max(legal, key=busy))
+    return PrefillConfig(splits, 128 if n * k >= 2**26 else 64)
 
 
 @functools.cache

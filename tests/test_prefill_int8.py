@@ -123,8 +123,8 @@ def test_rows_are_quantised_as_the_references_say():
     assert torch.equal(q, wanted) and torch.equal(scale[:, 0], unit)
     q, scale = prefill_triton.quantize_groups(x)
     wanted, unit = reference.activation_int8_ref(x)
-    order = [8 * t + i + 4 * (u % 2) + 32 * (u // 2) for u in range(4) for t in range(4) for i in range(4)]
-    assert torch.equal(q.view(5, -1, 64), wanted.view(5, -1, 64)[..., order])
+    order = [8 * d + 2 * c + i for c in range(4) for d in range(8) for i in range(2)]
+    assert torch.equal(q[:, :5], wanted.view(5, -1, 64).transpose(0, 1)[..., order])
     assert torch.equal(scale[:, :5].T, unit)
 
 
@@ -143,9 +143,9 @@ def rows_rotate_and_quantise(m, k, dtype, device):
     assert torch.equal(q, wanted) and torch.equal(scale[:, 0], unit)
     q, scale = (t.cpu() for t in prefill_triton.quantize_groups(x.to(device), ROTATION.to(device)))
     wanted, unit = prefill_triton.quantize_groups(rotated.to(device))
-    assert torch.equal(q, wanted.cpu()) and torch.equal(scale[:, :m], unit[:, :m].cpu())
+    assert torch.equal(q[:, :m], wanted[:, :m].cpu()) and torch.equal(scale[:, :m], unit[:, :m].cpu())
     wanted, unit = reference.activation_int8_ref(rotated)
-    assert torch.equal(scale[:, :m].T, unit) and torch.equal(q.sum(1), wanted.sum(1, dtype=q.sum().dtype))
+    assert torch.equal(scale[:, :m].T, unit) and torch.equal(q[:, :m].sum((0, 2)), wanted.sum(1, dtype=q.sum().dtype))
 
 
 @interpreted
@@ -352,7 +352,7 @@ def test_tuned_configurations_are_legal_and_written_back():
     for (n, k), config in tuned_prefill("h200").items():
         assert n % 64 == 0 and k % 64 == 0 and config.short_rows >= 8
     assert default_prefill_config(4096, 4096, 132).splits == 8
-    assert default_prefill_config(28672, 4096, 132).splits == 7
+    assert default_prefill_config(28672, 4096, 132).splits == 2
     assert default_prefill_config(64, 64, 132).splits == 1
     with pytest.raises(ValueError, match="splits"):
         PrefillConfig(splits=17)
@@ -388,6 +388,23 @@ def test_every_cut_of_the_short_kernel(splits):
         for m in (10, 20, 40, 100):
             config = PrefillConfig(splits, 128)
             check(make_case(*shape, "mixed2468"), m, torch.bfloat16, "cuda", path="cuda", config=config)
+
+
+@pytest.mark.gpu
+def test_the_short_kernel_walks_over_many_input_tiles():
+    """More than the steps that a CTA keeps ready, and odd numbers of them."""
+    for k, kind in ((8256, "mixed2468"), (4352, "all8"), (6208, "mixed48")):
+        for m in (10, 40, 100):
+            for splits in (1, 2):
+                check(make_case(320, k, kind), m, torch.bfloat16, "cuda", path="cuda", config=PrefillConfig(splits, 128))
+
+
+@pytest.mark.gpu
+def test_many_rows_take_several_launches_of_the_short_kernel(monkeypatch):
+    monkeypatch.setattr(prefill_cuda, "PARTS_BYTES", 1)
+    for m in (128, 300, 385):
+        config = PrefillConfig(3, 0)
+        check(make_case(576, 1536, "mixed2468"), m, torch.bfloat16, "cuda", path="cuda", activation="group64", config=config)
 
 
 @pytest.mark.gpu
