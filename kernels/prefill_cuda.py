@@ -23,8 +23,15 @@ THREADS, BLOCK_TILES, _BLOCK_BYTES = 256, 8, 4 * 8192
 SHORT_TILES = 4
 #: Most memory for sums that CTAs of the short kernel hand each other in one launch.
 PARTS_BYTES = 2**26
+#: Of the expansion: CTAs that a multiprocessor holds, bytes of shared memory of one, further ones for every step, most steps.
+_EXPAND_RESIDENT, _EXPAND_BYTES = 2, 2 * (_BLOCK_BYTES + 256) + BLOCK_TILES * (4096 + 512) + 2 * 8 * 8 * 4
+_STEP_BYTES, MOST_STEPS = 16 + BLOCK_TILES * 16, 64
+#: Inputs of rows that a CTA quantises in less than the time of a step.
+_INPUTS_OF_STEP = 32768
+#: Inputs of a row that the expansion's launch can quantise, and to how many bytes its rows must be aligned.
+MOST_INPUTS, _ALIGNMENT = 16384, 16
 _FOLDER = Path(__file__).parent
-_HEADERS = tuple(_FOLDER / name for name in ("prefill_ptx.cu", "prefill_planes.cu"))
+_HEADERS = tuple(_FOLDER / f"prefill_{part}.cu" for part in ("ptx", "planes", "rows"))
 
 
 class _Weight(ctypes.Structure):
@@ -36,13 +43,24 @@ class _Weight(ctypes.Structure):
     ]
 
 
+class _Rows(ctypes.Structure):
+    """`struct Rows` of prefill_rows.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "unsmoothing", "q", "scale")),
+        ("stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("count", "first_cta", "per_cta")),
+    ]
+
+
 class ExpandArgs(ctypes.Structure):
     """`struct Args` of prefill_expand.cu."""
 
     _fields_ = [
         ("w", _Weight),
         *((name, ctypes.c_void_p) for name in ("rotation", "rotation_index", "smoothing", "inverse", "out")),
-        ("steps_per_cta", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("ctas", "most_steps")),
+        ("rows", _Rows),
     ]
 
 
@@ -85,30 +103,87 @@ def shared_bytes(tokens: int) -> int:
 
 def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
     """Compile and load now what a call would at its first time: a captured graph must not meet the compiler."""
-    _expand_module(device).kernel("expand")
+    _expand_module(device, dtype).kernel("expand")
     for tokens in TOKENS:
         _short_module(device, dtype, tokens).kernel("short_rows")
+
+
+def takes_rows(x: Tensor) -> bool:
+    """Whether `quantize_rows` and `quantize_and_expand` serve these rows. Rotated ones they never do."""
+    aligned = x.data_ptr() % _ALIGNMENT == 0 and x.stride(0) * x.element_size() % _ALIGNMENT == 0
+    return x.dtype in DTYPES[:2] and x.shape[1] <= MOST_INPUTS and aligned
+
+
+def quantize_rows(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `prefill_triton.quantize_rows`, for rows that `takes_rows` names."""
+    q, scale = _quantized(x)
+    grid = min(x.shape[0], _ctas(x.device))
+    args = ExpandArgs(w=_Weight(k_tiles=x.shape[1] // TILE), rows=_rows(x, unsmoothing, q, scale, 0, grid))
+    _launch_expand(args, grid, x.device, x.dtype)
+    return q, scale
+
+
+def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor) -> None:
+    args, grid = expand_args(w, rotation, index, inverse, smoothing, out, _ctas(w.device))
+    _launch_expand(args, grid, w.device, torch.bfloat16)
+
+
+def quantize_and_expand(
+    x: Tensor, unsmoothing: Tensor | None, w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor,
+    smoothing: Tensor | None, out: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`quantize_rows` and `expand` in one launch."""
+    q, scale = _quantized(x)
+    ctas = _ctas(w.device)
+    args, grid = expand_args(w, rotation, index, inverse, smoothing, out, ctas)
+    grid = max(grid, min(x.shape[0], ctas))
+    args.rows = _rows(x, unsmoothing, q, scale, first_with_rows(x.numel(), args, grid), grid)
+    _launch_expand(args, grid, w.device, x.dtype)
+    return q, scale
 
 
 def expand_args(
     w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor, ctas: int
 ) -> tuple[ExpandArgs, int]:
-    """Arguments and grid. As `prefill_triton.expand`; ctas: that can run at once, among which the work is divided evenly."""
+    """Arguments and grid. As `prefill_triton.expand`; ctas: that run at once."""
     weight = _weight(w)
     steps = -(-weight.n_tiles // BLOCK_TILES) * weight.k_tiles
-    per_cta = -(-steps // ctas)
+    grid = min(steps, ctas * -(-steps // (ctas * MOST_STEPS)))
     args = ExpandArgs(
-        weight, rotation.data_ptr(), index.data_ptr(), None if smoothing is None else smoothing.data_ptr(),
-        inverse.data_ptr(), out.data_ptr(), per_cta,
+        weight, rotation.data_ptr(), index.data_ptr(), _pointer(smoothing), inverse.data_ptr(), out.data_ptr(),
+        grid, -(-steps // grid),
     )  # fmt: skip
-    return args, -(-steps // per_cta)
+    return args, grid
 
 
-def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor) -> None:
-    args, grid = expand_args(w, rotation, index, inverse, smoothing, out, 2 * multiprocessors(w.device).count)
-    _expand_module(w.device).kernel("expand").launch(
-        args, grid=grid, threads=THREADS, cluster=1, shared_bytes=3 * (_BLOCK_BYTES + 32 + 256) + 8 * args.steps_per_cta,
-        stream=_stream(w.device), overlap=True,
+def first_with_rows(inputs: int, args: ExpandArgs, grid: int) -> int:
+    """The first CTA that quantises rows: CTAs with a step less than others do it alone where they have the time."""
+    steps = -(-args.w.n_tiles // BLOCK_TILES) * args.w.k_tiles
+    full = steps - (args.most_steps - 1) * args.ctas
+    return full if inputs <= _INPUTS_OF_STEP * (grid - full) else 0
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for INT8 rows and their scales."""
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    return q, torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+
+
+def _rows(x: Tensor, unsmoothing: Tensor | None, q: Tensor, scale: Tensor, first: int, grid: int) -> _Rows:
+    return _Rows(
+        x.data_ptr(), _pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0),
+        x.shape[0], first, -(-x.shape[0] // (grid - first)),
+    )  # fmt: skip
+
+
+def _ctas(device: torch.device) -> int:
+    return _EXPAND_RESIDENT * multiprocessors(device).count
+
+
+def _launch_expand(args: ExpandArgs, grid: int, device: torch.device, dtype: torch.dtype) -> None:
+    _expand_module(device, dtype).kernel("expand").launch(
+        args, grid=grid, threads=THREADS, cluster=1, shared_bytes=_EXPAND_BYTES + _STEP_BYTES * args.most_steps,
+        stream=_stream(device), overlap=True,
     )  # fmt: skip
 
 
@@ -153,6 +228,10 @@ def short(q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: T
         )  # fmt: skip
 
 
+def _pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
 def _weight(w: DecodeWeight) -> _Weight:
     return _Weight(w.codes.data_ptr(), w.meta.data_ptr(), w.factor.data_ptr(), w.out_features // TILE, w.in_features // TILE)
 
@@ -162,8 +241,9 @@ def _stream(device: torch.device) -> int:
 
 
 @functools.cache
-def _expand_module(device: torch.device) -> Module:
-    return _module("prefill_expand.cu", device, [])
+def _expand_module(device: torch.device, dtype: torch.dtype) -> Module:
+    """dtype: of rows that are quantised in the same launch; a launch without rows may take that of any."""
+    return _module("prefill_expand.cu", device, [f"XTYPE={DTYPES.index(dtype)}"])
 
 
 @functools.cache

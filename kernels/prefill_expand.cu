@@ -1,16 +1,20 @@
-// Long prompts, first half: packed tiles -> INT8 [N, K] in the basis of the model, one scale per output. Compiled by NVRTC.
+// Long prompts, first half: packed tiles -> INT8 [N, K] in the basis of the model, one scale per output. Rows of the prompt become INT8 in
+// the same launch (prefill_rows.cu). Compiled by NVRTC.
 //
-// A step is a block of 8 tiles of outputs at one input tile, one for each warp; its plane words arrive in a ring (cp.async). A CTA
-// takes as many steps as every other, without regard to where a block ends.
+// A step is a block of 8 tiles of outputs at one input tile, one for each warp; its plane words arrive in a ring (cp.async). All CTAs
+// work on neighbouring steps at a time, in the order of memory, so that lines that are written together lie together.
 // The inverse output rotation is a product with the 64 x 64 matrix 8U of whole numbers on the INT8 tensor cores: a plane word gives 16
 // outputs of ONE input channel, and `codes_of` makes of it four words of four outputs each, which is what a lane has to hold of B when
 // outputs are the contraction. So no byte moves between lanes. The columns of 8U are permuted to fit (lane t of a quad holds word t).
 // Sums are exact; they start at the bits of 1.5 * 2^23, so that they are floats as they come, and this start leaves again in the
 // multiplication by 1 / scale, which has 22 bits so that start times it is a float (`reference.coarse`). Columns of the product are
-// spread so that a lane ends up with 8 adjacent inputs.
+// spread so that a lane ends up with 16 adjacent inputs.
 
 #include "prefill_ptx.cu"
 #include "prefill_planes.cu"
+
+constexpr int THREADS = 256, STAGES = 2;
+#include "prefill_rows.cu"
 
 struct Args {
     Weight w;
@@ -19,143 +23,229 @@ struct Args {
     const float* smoothing;   // [K] or null: inputs are divided by it, so the weight is multiplied
     const float* inverse;     // [N] 1 / scale of the output
     u8* out;                  // [N, K] int8
-    int steps_per_cta;        // of blocks x input tiles, in the order of memory: the last input tile of a block, the first of the next
+    int ctas, most_steps;     // CTAs that expand, the others only quantise rows; steps of one, every ctas-th
+    Rows rows;
 };
 
-constexpr int THREADS = 256, STAGES = 3;
-constexpr int FACTOR_AT = STAGES * BLOCK_BYTES, SMOOTHING_AT = FACTOR_AT + STAGES * 32, META_AT = SMOOTHING_AT + STAGES * 256;
+// Shared memory: the ring, 8U and scales of every tile's outputs, smoothing of a step's 64 inputs, maxima of rows, and lists of what a
+// CTA has to do: `Step` for each step, then `Tile` for each of its 8 tiles.
+constexpr int ROTATION_AT = STAGES * BLOCK_BYTES, INVERSE_AT = ROTATION_AT + 8 * 4096, SMOOTHING_AT = INVERSE_AT + 8 * 512;
+constexpr int FOUND_AT = SMOOTHING_AT + STAGES * 256, LISTS_AT = FOUND_AT + 2 * SLOTS * WARPS * 4;
 
-__device__ __forceinline__ void load_step(const Args& args, const PlaneReader<THREADS>& planes, u32 base, int first, int s, int slot, const uint2* meta, int kt) {
-    planes.load(s, meta[s], slot);
-    if (threadIdx.x < 2) copy16(base + FACTOR_AT + slot * 32 + threadIdx.x * 16, args.w.factor + (u64)(first + s) * 8 + threadIdx.x * 4, 16);
-    const int i = threadIdx.x - 32;
-    if (args.smoothing && i >= 0 && i < 16) copy16(base + SMOOTHING_AT + slot * 256 + i * 16, args.smoothing + kt * 64 + i * 4, 16);
+struct __align__(16) Step {
+    u32 at, units, counts, kt;  // block * k_tiles + kt; first unit of planes 2 and 3; tiles that have plane 2, and plane 3 (from bit 8)
+};
+struct __align__(16) Tile {
+    u32 out, bits;  // place of its first output and input in the workspace, in pieces of 64 bytes; see below
+    float factor;   // tile scale * 2^(bits - 8) / 8
+    int nt;
+};
+// Of Tile.bits: 16 * rank among the tiles with plane 2, and with plane 3 (from bit 8); row of `rotation` from bit 24.
+constexpr u32 HAS2 = 1u << 16, HAS3 = 1u << 17, EXISTS = 1u << 18;
+
+// Rows of 16 bytes at the lanes' addresses, four blocks of 8: a lane gets word lane % 4 of row lane / 4 of each block.
+__device__ __forceinline__ void load_rows(u32 at, u32 (&out)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(at));
 }
 
-// One tile by a warp. from: of the planes, at this lane's column; smoothing: of its 8 inputs, and of the 8 that are 32 further.
+template <int TO, int FROM>
+__device__ __forceinline__ void copy16_to(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0+%2], [%1+%3], 16;" ::"r"(to), "l"(from), "n"(TO), "n"(FROM) : "memory");
+}
+
+// What a thread copies of every step: channels threadIdx.x / 8 and 32 further, of the tile of rank threadIdx.x % 8 among those that have
+// the plane. A channel's 8 places are exchanged by `turn`, so that a warp that reads channels 16i, 16i + 1 of a tile meets every bank.
+struct Reader {
+    const u8 *codes, *dense;
+    u32 channel, rank, to, to_second;
+    __device__ __forceinline__ Reader(const u8* all, u32 ring) : codes(all), dense(all + threadIdx.x * 16), channel(threadIdx.x >> 3), rank(threadIdx.x & 7) {
+        to = ring + channel * 128 + (rank ^ ((channel & 1) | (channel >> 4 & 3) << 1)) * 16;
+        to_second = (to ^ 64) + 32 * 128;
+        asm("" : "+l"(dense), "+r"(channel), "+r"(rank), "+r"(to), "+r"(to_second));  // kept, not computed again at every step
+    }
+    __device__ __forceinline__ void load(uint4 step, u32 slot_bytes) const {
+        const u32 first = to + slot_bytes, second = to_second + slot_bytes, count2 = step.z & 255, count3 = step.z >> 8;
+        const u8* from = dense + (u64)step.x * (2 * PLANE_BYTES);
+        copy16_to<0, 0>(first, from);
+        copy16_to<0, PLANE_BYTES / 2>(second, from);
+        copy16_to<PLANE_BYTES, PLANE_BYTES>(first, from);
+        copy16_to<PLANE_BYTES, PLANE_BYTES + PLANE_BYTES / 2>(second, from);
+        if (rank < count2) compact<2 * PLANE_BYTES>(first, second, step.y + rank + channel * count2, count2);
+        if (rank < count3) compact<3 * PLANE_BYTES>(first, second, step.y + rank + 64 * count2 + channel * count3, count3);
+    }
+    template <int TO>
+    __device__ __forceinline__ void compact(u32 first, u32 second, u32 unit, u32 count) const {
+        copy16_to<TO, 0>(first, codes + (u64)unit * 16);
+        copy16_to<TO, 0>(second, codes + (u64)(unit + 32 * count) * 16);
+    }
+};
+
+// One tile by a warp. from: of the planes, this lane's row of `load_rows`; rotation, inverse, smoothing: in shared memory, at this lane's
+// place; out: of its first row and 16 inputs.
 template <bool WIDE>
-__device__ __forceinline__ void expand_tile(const u32 (&from)[4], bool has3, const u32 (&a)[4][2][4], const float (&inverse)[8], const float (&start)[8], float factor,
-                                            const float* smoothing, u8* out, long long k) {
+__device__ __forceinline__ void expand_tile(const u32 (&from)[4], bool has3, u32 rotation, u32 inverse, float factor, u32 smoothing, u8* out, u32 k) {
     const int magic[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-        u32 packed[4][2][2];  // rows, 4 adjacent inputs each
+    u32 code[8][4];
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-            float q[4][2][4];  // row block, half, adjacent inputs
-            const float4 by = *(const float4*)(smoothing + 32 * half + 4 * pair);
-            const float4 f = make_float4(factor * by.x, factor * by.y, factor * by.z, factor * by.w);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u32 offset = half * 4096 + (2 * pair + i) * 256;
-                u32 code[4];
-                codes_of<WIDE>(load_shared(from[0] + offset), load_shared(from[1] + offset), WIDE ? load_shared(from[2] + offset) : 0,
-                               WIDE && has3 ? load_shared(from[3] + offset) : 0, code);
-                const float left = i ? f.z : f.x, right = i ? f.w : f.y;
-#pragma unroll
-                for (int m = 0; m < 4; ++m) {
-                    int d[4];
-                    mma_s8(d, a[m][0], code[0], code[1], magic);
-                    mma_s8(d, a[m][1], code[2], code[3], d);
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) {
-                        const int row = 2 * m + (c >> 1);
-                        const float scaled = fmaf(__int_as_float(d[c]), inverse[row], start[row]);  // the sum's, rounded once
-                        q[m][c >> 1][2 * i + (c & 1)] = fmaf(scaled, c & 1 ? right : left, 12582912.0f);
-                    }
-                }
-            }
-#pragma unroll
-            for (int m = 0; m < 4; ++m)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const u32 low = __byte_perm(__float_as_uint(q[m][h][0]), __float_as_uint(q[m][h][1]), 0x0040);
-                    const u32 high = __byte_perm(__float_as_uint(q[m][h][2]), __float_as_uint(q[m][h][3]), 0x0040);
-                    packed[m][h][pair] = __byte_perm(low, high, 0x5410);
-                }
+    for (int v = 0; v < 2; ++v) {
+        u32 p0[4], p1[4], p2[4] = {}, p3[4] = {};
+        load_rows(from[0] + v * 8 * 128, p0);
+        load_rows(from[1] + v * 8 * 128, p1);
+        if constexpr (WIDE) {
+            load_rows(from[2] + v * 8 * 128, p2);
+            if (has3) load_rows(from[3] + v * 8 * 128, p3);
         }
 #pragma unroll
-        for (int m = 0; m < 4; ++m)
+        for (int b = 0; b < 4; ++b) codes_of<WIDE>(p0[b], p1[b], p2[b], p3[b], code[4 * v + b]);
+    }
+    float f[16];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint4 by = load_shared4(smoothing + 16 * i);
+        f[4 * i] = factor * __uint_as_float(by.x), f[4 * i + 1] = factor * __uint_as_float(by.y);
+        f[4 * i + 2] = factor * __uint_as_float(by.z), f[4 * i + 3] = factor * __uint_as_float(by.w);
+    }
+#pragma unroll 1
+    for (int m = 0; m < 4; ++m) {
+        u32 packed[2][4];
+        const uint4 first = load_shared4(rotation + m * 1024), second = load_shared4(rotation + m * 1024 + 512), scales = load_shared4(inverse + m * 128);
+        const float4 by = make_float4(__uint_as_float(scales.x), __uint_as_float(scales.y), __uint_as_float(scales.z), __uint_as_float(scales.w));
+        const u32 a0[4] = {first.x, first.y, first.z, first.w}, a1[4] = {second.x, second.y, second.z, second.w};
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+            int d[4][4];
+#pragma unroll
+            for (int b = 0; b < 4; ++b) mma_s8(d[b], a0, code[4 * v + b][0], code[4 * v + b][1], magic);
+#pragma unroll
+            for (int b = 0; b < 4; ++b) mma_s8(d[b], a1, code[4 * v + b][2], code[4 * v + b][3], d[b]);
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                *(uint2*)(out + (16 * m + 8 * h) * k + 32 * half) = make_uint2(packed[m][h][0], packed[m][h][1]);
+#pragma unroll
+                for (int pair = 0; pair < 2; ++pair) {
+                    u32 q[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float sum = __int_as_float(d[2 * pair + (i >> 1)][2 * h + (i & 1)]);
+                        const float scaled = fmaf(sum, h ? by.z : by.x, h ? by.w : by.y);  // the sum's, rounded once
+                        q[i] = __float_as_uint(fmaf(scaled, f[8 * v + 4 * pair + i], 12582912.0f));
+                    }
+                    packed[h][2 * v + pair] = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
+                }
+        }
+        *(uint4*)out = make_uint4(packed[0][0], packed[0][1], packed[0][2], packed[0][3]);
+        *(uint4*)(out + 8 * k) = make_uint4(packed[1][0], packed[1][1], packed[1][2], packed[1][3]);
+        out += 16 * k;
     }
 }
 
-// What belongs to a tile's outputs: A of the product, 1 / scale of rows 16 m + g + 8 h (at 2 m + h) and 1.5 * 2^23 times it, negative.
-// Slots 4t..4t+3 (+ 16) of step s of A hold outputs 16t + 4i + 2s (+ 1), i = 0..3.
-__device__ __forceinline__ void load_outputs(const Args& args, int nt, int g, int t, u32 (&a)[4][2][4], float (&inverse)[8], float (&start)[8]) {
-    const u8* rotation = args.rotation + args.rotation_index[nt] * 4096 + g * 64 + 16 * t;
+// 8U as lanes hold it in A, [m][step][lane], slots 4t..4t+3 (+ 16) of a step being outputs 16t + 4i + 2 step (+ 1), i = 0..3.
+__device__ __forceinline__ void load_rotation(const Args& args, u32 matrix, int lane, u32 rotation) {
+    const u8* from = args.rotation + matrix * 4096 + (lane >> 2) * 64 + (lane & 3) * 16;
 #pragma unroll
-    for (int m = 0; m < 4; ++m)
+    for (int m = 0; m < 4; ++m) {
+        u32 a[2][2][2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const uint4 row = *(const uint4*)(rotation + (16 * m + 8 * h) * 64);  // bytes 4i + j
+            const uint4 row = *(const uint4*)(from + (16 * m + 8 * h) * 64);  // bytes 4i + j
             const u32 low01 = __byte_perm(row.x, row.y, 0x5140), low23 = __byte_perm(row.z, row.w, 0x5140);
             const u32 high01 = __byte_perm(row.x, row.y, 0x7362), high23 = __byte_perm(row.z, row.w, 0x7362);
-            a[m][0][h] = __byte_perm(low01, low23, 0x5410);
-            a[m][0][2 + h] = __byte_perm(low01, low23, 0x7632);
-            a[m][1][h] = __byte_perm(high01, high23, 0x5410);
-            a[m][1][2 + h] = __byte_perm(high01, high23, 0x7632);
+            a[0][0][h] = __byte_perm(low01, low23, 0x5410);
+            a[0][1][h] = __byte_perm(low01, low23, 0x7632);
+            a[1][0][h] = __byte_perm(high01, high23, 0x5410);
+            a[1][1][h] = __byte_perm(high01, high23, 0x7632);
         }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        inverse[i] = args.inverse[nt * 64 + 8 * i + g];
-        start[i] = -12582912.0f * inverse[i];
+        for (int step = 0; step < 2; ++step)
+            store_shared4(rotation + m * 1024 + step * 512, a[step][0][0], a[step][0][1], a[step][1][0], a[step][1][1]);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) expand(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) u8 shared[];
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tile = threadIdx.x >> 5, k_tiles = args.w.k_tiles;
-    const int first = blockIdx.x * args.steps_per_cta, steps = min(args.steps_per_cta, (args.w.n_tiles + 7) / 8 * k_tiles - first);
-    const u32 base = shared_address(shared);
-    uint2* meta = (uint2*)(shared + META_AT);
-    const PlaneReader<THREADS> planes(args.w.codes, first, base);
+    const int lane = threadIdx.x & 31, tile = threadIdx.x >> 5, k_tiles = args.w.k_tiles, n_tiles = args.w.n_tiles;
+    const int all = (n_tiles + 7) / 8 * k_tiles, first = blockIdx.x, every = args.ctas, steps = first < min(all, every) ? (all - first + every - 1) / every : 0;
+    const u32 k = k_tiles * 64, ring = shared_address(shared);
     let_next_start();
-    for (int i = threadIdx.x; i < steps; i += THREADS) meta[i] = args.w.meta[first + i];
-    if (!args.smoothing && threadIdx.x < STAGES * 64) ((float*)(shared + SMOOTHING_AT))[threadIdx.x] = 1;
+
+    // Rows first: what a step needs arrives meanwhile.
+    const bool has_rows = (int)blockIdx.x >= args.rows.first_cta && (blockIdx.x - args.rows.first_cta) * args.rows.per_cta < args.rows.count;
+    const u32 by = ring + BLOCK_BYTES;  // over what is not yet in use
+    if (has_rows) load_factors(args.rows, k, by);
+    copy_commit();
+
+    Step* list = (Step*)(shared + LISTS_AT);
+    Tile* tiles = (Tile*)(list + args.most_steps);
+    for (int i = threadIdx.x; i < steps * 8; i += THREADS) {
+        const int s = i >> 3, own = i & 7, at = first + s * every, block = at / k_tiles, kt = at - block * k_tiles, nt = block * 8 + own;
+        const uint2 meta = args.w.meta[at];
+        const u32 below = (1u << own) - 1, has2 = meta.y & 255, has3 = meta.y >> 8 & 255;
+        u32 bits = __popc(has2 & below) << 4 | __popc(has3 & below) << 12 | (has2 >> own & 1 ? HAS2 : 0) | (has3 >> own & 1 ? HAS3 : 0);
+        if (nt < n_tiles) bits |= EXISTS | args.rotation_index[nt] << 24;
+        tiles[i] = Tile{(u32)nt * 64 * k_tiles + kt, bits, args.w.factor[(u64)at * 8 + own] * 0.25f, min(nt, n_tiles - 1)};
+        if (own == 0) list[s] = Step{(u32)at, meta.x, __popc(has2) | __popc(has3) << 8, (u32)kt};
+    }
+    const u32 smoothing_at = ring + SMOOTHING_AT;
+    if (!args.smoothing && threadIdx.x < STAGES * 64) store_shared(smoothing_at + threadIdx.x * 4, 0x3f800000);
     __syncthreads();
+
+    const Reader reader(args.w.codes, ring);
+    const bool smooths = args.smoothing && threadIdx.x < 16;
+    const u32 list_at = ring + LISTS_AT;
+    const auto load_step = [&](int s, int slot) {
+        const uint4 step = load_shared4(list_at + s * 16);
+        reader.load(step, slot * BLOCK_BYTES);
+        if (smooths) copy16_to<0, 0>(smoothing_at + slot * 256 + threadIdx.x * 16, args.smoothing + step.w * 64 + threadIdx.x * 4);
+    };
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
-        if (s < steps) load_step(args, planes, base, first, s, s, meta, (first + s) % k_tiles);
+        if (s < steps) load_step(s, s);
         copy_commit();
     }
 
-    u32 a[4][2][4] = {};
-    float inverse[8] = {}, start[8] = {};
-    const long long k = (long long)k_tiles * 64;
-    const int column = 8 * (g >> 1) + (g & 1);  // channel of this lane's column in B, plus 2 b + 32 half
-    const u32 turn = twist(column), own = base + column * 128 + t * 4;
+    wait_for_inputs();  // the workspace may still be read by the product before, and rows are not there
+    if (has_rows) {
+        copy_wait<STAGES - 1>();
+        __syncthreads();
+        quantize_rows(args.rows, k, by, ring + FOUND_AT);
+        __syncthreads();
+    }
 
-    wait_for_inputs();  // the workspace may still be read by the product before
-    int slot = 0, kt = first % k_tiles, nt = first / k_tiles * 8 + tile, kt_ahead = (first + STAGES - 1) % k_tiles;
+    // This lane's row of `load_rows`: of channel 16 (r / 2) + r % 2 + 2b, r = lane % 8, b = lane / 8, whose places are exchanged by r.
+    u32 turn = (lane & 7) * 16, own = ring + ((lane >> 1 & 3) * 16 + (lane & 1) + (lane >> 3) * 2) * 128, own_dense = own + (tile * 16 ^ turn);
+    u32 rotation = ring + ROTATION_AT + tile * 4096 + lane * 16, inverse = ring + INVERSE_AT + tile * 512;
+    u32 tile_at = list_at + args.most_steps * 16 + tile * 16;
+    u8* out = args.out + (u64)(lane >> 2) * k + 16 * (lane & 3);
+    asm("" : "+r"(turn), "+r"(own), "+r"(own_dense), "+r"(rotation), "+r"(inverse), "+r"(tile_at));
+    const float* scales = args.inverse + (lane >> 3) * 16 + (lane & 7);  // of outputs lane % 8 + 16 (lane / 8), and 8 further
+    uint4 now = make_uint4(0, 0, 0, 0);                                   // a `Tile`
+    u32 held = ~0u;
+    // What the next step needs of this warp's tile. Asked for behind the stores of the step before and not earlier, which keeps stores
+    // from piling up: 54 us instead of 62 at 28672 x 4096.
+    const auto next_tile = [&](int s) {
+        now = load_shared4(tile_at + s * 128);
+        const float low = scales[(u64)now.w * 64], high = scales[(u64)now.w * 64 + 8];
+        __syncwarp();
+        store_shared4(inverse + lane * 16, low, -12582912.0f * low, high, -12582912.0f * high);
+        if (now.y & EXISTS && now.y >> 24 != held) load_rotation(args, held = now.y >> 24, lane, rotation);
+    };
+    if (steps) next_tile(0);
+    int slot = 0;
 #pragma unroll 1
     for (int s = 0; s < steps; ++s) {
-        if ((s == 0 || kt == 0) && nt < args.w.n_tiles) load_outputs(args, nt, g, t, a, inverse, start);
         copy_wait<STAGES - 2>();
         __syncthreads();  // step s is there, and everybody is through with step s - 1, whose place is the next to be filled
-        const int ahead = s + STAGES - 1, to = slot == 0 ? STAGES - 1 : slot - 1;
-        if (ahead < steps) load_step(args, planes, base, first, ahead, to, meta, kt_ahead);
+        if (s + STAGES - 1 < steps) load_step(s + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
         copy_commit();
-        kt_ahead = kt_ahead + 1 == k_tiles ? 0 : kt_ahead + 1;
-        if (nt < args.w.n_tiles) {
-            const u32 masks = meta[s].y, raw = own + slot * BLOCK_BYTES;
-            const int rank2 = rank_in(masks & 255, tile), rank3 = rank_in(masks >> 8 & 255, tile);
-            const u32 from[4] = {raw + (tile ^ turn) * 16, raw + PLANE_BYTES + (tile ^ turn) * 16, raw + 2 * PLANE_BYTES + (rank2 ^ turn) * 16,
-                                 raw + 3 * PLANE_BYTES + (rank3 ^ turn) * 16};
-            const float factor = ((const float*)(shared + FACTOR_AT + slot * 32))[tile] * 0.25f;  // tile scale * 2^(bits - 8) / 8
-            const float* smoothing = (const float*)(shared + SMOOTHING_AT + slot * 256) + 8 * t;
-            u8* out = args.out + ((long long)nt * 64 + g) * k + kt * 64 + 8 * t;
-            if (rank2 >= 0)
-                expand_tile<true>(from, rank3 >= 0, a, inverse, start, factor, smoothing, out, k);
-            else
-                expand_tile<false>(from, false, a, inverse, start, factor, smoothing, out, k);
-        }
+        const u32 bits = now.y, at = own + slot * BLOCK_BYTES, dense = own_dense + slot * BLOCK_BYTES;
+        const u32 from[4] = {dense, dense + PLANE_BYTES, at + 2 * PLANE_BYTES + (bits & 0x70 ^ turn), at + 3 * PLANE_BYTES + (bits >> 8 & 0x70 ^ turn)};
+        const float factor = __uint_as_float(now.z);
+        const u32 smoothing = smoothing_at + slot * 256 + 64 * (lane & 3);
+        u8* to = out + (u64)now.x * 64;
+        if (bits & HAS2)
+            expand_tile<true>(from, bits & HAS3, rotation, inverse + (lane >> 2) * 16, factor, smoothing, to, k);
+        else if (bits & EXISTS)
+            expand_tile<false>(from, false, rotation, inverse + (lane >> 2) * 16, factor, smoothing, to, k);
+        if (s + 1 < steps) next_tile(s + 1);
         slot = slot == STAGES - 1 ? 0 : slot + 1;
-        if (++kt == k_tiles) {
-            kt = 0;
-            nt += 8;
-        }
     }
 }

@@ -27,7 +27,7 @@ from vllm_tilequant.kernels.layout import (
     hadamard_matrix,
     to_device,
 )
-from vllm_tilequant.kernels.reference import SMALLEST, coarse, linear_ref, requantize_ref
+from vllm_tilequant.kernels.reference import SMALLEST, activation_token_ref, coarse, linear_ref, requantize_ref
 from vllm_tilequant.kernels.tuning import PrefillConfig, prefill_config
 from vllm_tilequant.schema import PREFILL_ACTIVATIONS, TILE
 
@@ -183,9 +183,13 @@ def self_check(device: torch.device, path: str) -> str | None:
         if not float((got - y).norm() / y.norm()) < 2.0**-19:
             return f"the short kernel gives wrong results at {x.shape[0]} rows"
     out = torch.empty(codes.shape, dtype=torch.int8, device=device)
-    _expand(w, p, out, path)
+    rows = drawn[-1].bfloat16()
+    q, unit = quantize_and_expand(rows.to(device), w, p, None, out, path)
     if not torch.equal(out.cpu(), codes):
         return "the expansion gives wrong codes"
+    wanted_q, wanted_unit = activation_token_ref(rows)
+    if not (torch.equal(q.cpu(), wanted_q) and torch.equal(unit[:, 0].cpu(), wanted_unit)):
+        return "rows of long prompts are quantised wrong"
     return None
 
 
@@ -238,10 +242,11 @@ def prefill_linear(
         else:
             portable.short(q, scale, w, p.rotation, p.index, bias, y)
         return y
-    q, scale = portable.quantize_rows(x, p.unsmoothing, rotation)
     if codes is None:
         codes = workspace(x.device, n, k)
-        _expand(w, p, codes, path)
+        q, scale = quantize_and_expand(x, w, p, rotation, codes, path)
+    else:
+        q, scale = _quantize(x, p, rotation, path)
     if gemm is not None and out is None and x.dtype != torch.float32 and (bias is None or bias.dtype == x.dtype):
         return gemm(q, codes, scale, p.scale, bias, x.dtype)
     y = _output(x, n, out)
@@ -254,6 +259,26 @@ def expanded(w: DecodeWeight, p: PrefillWeight) -> Tensor:
     out = torch.empty(w.out_features, w.in_features, dtype=torch.int8, device=w.device)
     _expand(w, p, out, device_path(w.device) if w.device.type == "cuda" else "triton")
     return out
+
+
+def quantize_and_expand(
+    x: Tensor, w: DecodeWeight, p: PrefillWeight, rotation: Tensor | None, out: Tensor, path: str
+) -> tuple[Tensor, Tensor]:
+    """What comes before a long product: rows as `_quantize` makes them, and `requantize_ref`'s codes to out: [N, K] int8."""
+    if path == "cuda" and rotation is None and prefill_cuda.takes_rows(x):
+        return prefill_cuda.quantize_and_expand(x, p.unsmoothing, w, p.rotation, p.index, p.inverse, p.smoothing, out)
+    rows = _quantize(x, p, rotation, path)
+    _expand(w, p, out, path)
+    return rows
+
+
+def _quantize(x: Tensor, p: PrefillWeight, rotation: Tensor | None, path: str) -> tuple[Tensor, Tensor]:
+    """Rows by `activation_token_ref`: q [M, K] int8, scale [M, 1]."""
+    if path == "cuda" and rotation is None and prefill_cuda.takes_rows(x):
+        return prefill_cuda.quantize_rows(x, p.unsmoothing)
+    from vllm_tilequant.kernels import prefill_triton
+
+    return prefill_triton.quantize_rows(x, p.unsmoothing, rotation)
 
 
 def _expand(w: DecodeWeight, p: PrefillWeight, out: Tensor, path: str) -> None:

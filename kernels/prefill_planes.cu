@@ -1,5 +1,5 @@
-// Part of prefill_expand.cu and prefill_short.cu: the one reader of the decode form of a weight (`decode_weight.DecodeWeight`), and
-// how four plane words become signed codes. Who changes that form changes `PlaneReader` here and `_codes` in prefill_triton.py.
+// Part of prefill_expand.cu and prefill_short.cu: the decode form of a weight (`decode_weight.DecodeWeight`), and how four plane words
+// become signed codes. Who changes that form changes `Reader` in prefill_expand.cu, prefill_short.cu and `_codes` in prefill_triton.py.
 
 struct Weight {
     const u8* codes;     // units of 16 bytes: one channel of one tile and plane, 4 words
@@ -8,53 +8,8 @@ struct Weight {
     int n_tiles, k_tiles;
 };
 
-// A block of 8 tiles at one input tile, in shared memory: [plane][64 channels][8 places] units. The tile of rank r among those that
-// have the plane stands at place r ^ twist(channel), so that a warp that reads 8 channels or 8 tiles at once meets every bank.
+// Of a block of 8 tiles at one input tile, all 8 having the plane: 64 channels of 8 units.
 constexpr int PLANE_BYTES = 8192, BLOCK_BYTES = 4 * PLANE_BYTES;
-
-__device__ __forceinline__ u32 twist(u32 channel) { return (channel & 1) | (channel >> 3 & 3) << 1; }
-
-// What one of THREADS threads copies of every block: channels threadIdx.x / 8 + i * THREADS / 8 of the tile of rank threadIdx.x % 8.
-template <int THREADS>
-struct PlaneReader {
-    static constexpr int CHANNELS = THREADS / 8;
-    static_assert(CHANNELS % 32 == 0);  // channels of a thread have one twist
-    const u8 *codes, *dense;
-    u32 channel, rank, to;
-
-    // first: block * k_tiles + kt of the block that is number 0; to: of a ring of blocks
-    __device__ __forceinline__ PlaneReader(const u8* all, u32 first, u32 ring) : codes(all), channel(threadIdx.x >> 3), rank(threadIdx.x & 7) {
-        dense = all + (u64)(first * 1024 + threadIdx.x) * 16;
-        to = ring + channel * 128 + (rank ^ twist(channel)) * 16;
-        asm("" : "+l"(dense), "+r"(channel), "+r"(rank), "+r"(to));  // kept, not computed again at every step
-    }
-
-    // Block `number` of those that follow each other, its entry of `meta`, its slot of the ring. Planes that nobody has are left out.
-    __device__ __forceinline__ void load(u32 number, uint2 meta, int slot) const {
-        const u32 at = to + slot * BLOCK_BYTES;
-        const u8* from = dense + (u64)number * (2 * PLANE_BYTES);
-        copy<PLANE_BYTES / 64>(at, from);
-        copy<PLANE_BYTES / 64>(at + PLANE_BYTES, from + PLANE_BYTES);
-        const u32 count2 = __popc(meta.y & 255), count3 = __popc(meta.y & 0xff00);
-        if (rank < count2) copy_compact(at + 2 * PLANE_BYTES, meta.x, count2);
-        if (rank < count3) copy_compact(at + 3 * PLANE_BYTES, meta.x + 64 * count2, count3);
-    }
-
-private:
-    template <int PITCH>
-    __device__ __forceinline__ void copy(u32 at, const u8* from) const {
-#pragma unroll
-        for (int i = 0; i < 64 / CHANNELS; ++i) copy16(at + i * CHANNELS * 128, from + i * CHANNELS * PITCH, 16);
-    }
-    __device__ __forceinline__ void copy_compact(u32 at, u32 first, u32 count) const {
-        const u8* from = codes + (u64)(first + channel * count + rank) * 16;
-#pragma unroll
-        for (int i = 0; i < 64 / CHANNELS; ++i) copy16(at + i * CHANNELS * 128, from + (u64)(i * CHANNELS * 16) * count, 16);
-    }
-};
-
-// Rank of a tile among those with plane 2 or 3, or -1 where it lacks the plane.
-__device__ __forceinline__ int rank_in(u32 tiles, int tile) { return tiles >> tile & 1 ? __popc(tiles & ((1u << tile) - 1)) : -1; }
 
 // a where the mask has ones, b elsewhere. In assembly because the compiler takes three instructions, and two for `flipped`.
 __device__ __forceinline__ u32 chosen(u32 a, u32 b, u32 mask) {

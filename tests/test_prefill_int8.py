@@ -412,9 +412,46 @@ def test_many_rows_take_several_launches_of_the_short_kernel(monkeypatch):
 def test_every_cut_of_the_expansion(multiprocessors, monkeypatch):
     """CTAs that go on from one block of outputs to the next."""
     monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda device: SimpleNamespace(count=multiprocessors))
+    monkeypatch.setattr(prefill_cuda, "MOST_STEPS", 10)
     for shape in ((1088, 1536), (1600, 64)):
         for smooth in (False, True):
             check(make_case(*shape, "mixed2468"), 41, torch.bfloat16, "cuda", path="cuda", smooth=smooth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("m", "k"), [(1, 64), (700, 4096), (37, 4160), (301, 8256), (5, 12288), (600, 14336), (265, 16384)])
+def test_rows_in_the_launch_of_the_expansion(m, k, dtype):
+    case = make_case(64, k)
+    for smooth in (False, True):
+        packed, w, p = served(case, "cuda", smooth)
+        x = make_rows(m, k, dtype).cuda()
+        x[m // 3, k // 2] = float("nan")
+        out = torch.full((64, k), -128, dtype=torch.int8, device="cuda")
+        poison_allocator("cuda")
+        q, scale = prefill_cuda.quantize_and_expand(
+            x, p.unsmoothing, w, p.rotation, p.index, p.inverse, p.smoothing, out
+        )  # fmt: skip
+        wanted, unit = reference.activation_token_ref(x, p.smoothing)
+        whole = ~unit.isnan()
+        assert not whole[m // 3] and bool(scale[~whole].isnan().all())
+        assert torch.equal(q[whole], wanted[whole]) and torch.equal(scale[whole, 0], unit[whole])
+        assert torch.equal(out, reference.requantize_ref(packed, case.matrices.cuda(), p.smoothing)[0])
+        alone, unit = prefill_cuda.quantize_rows(x, p.unsmoothing)
+        assert torch.equal(alone[whole], q[whole]) and torch.equal(unit[whole], scale[whole])
+
+
+@pytest.mark.gpu
+def test_rows_that_no_launch_can_share_are_quantised_before():
+    """Long ones, rows that are not aligned, and float32."""
+    for x in (make_rows(50, 16448, torch.bfloat16), make_rows(50, 196, torch.bfloat16)[:, 3:195], make_rows(50, 192)):
+        x = x.cuda()
+        case = make_case(64, x.shape[1])
+        packed, w, p = served(case, "cuda", True)
+        assert not prefill_cuda.takes_rows(x)
+        y = prefill_int8.prefill_linear(x, w, p, path="cuda", config=CONFIG)
+        wanted = reference.prefill_int8_ref(x, packed, case.matrices.cuda(), smoothing=p.smoothing)
+        assert relative_rms(y, wanted) <= OUTPUT_RMS[str(x.dtype).removeprefix("torch.")]
 
 
 @pytest.mark.gpu
