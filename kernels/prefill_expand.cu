@@ -215,23 +215,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) expand(const __grid_con
     u32 rotation = ring + ROTATION_AT + tile * 4096 + lane * 16, inverse = ring + INVERSE_AT + tile * 512;
     u32 tile_at = list_at + args.most_steps * 16 + tile * 16;
     u8* out = args.out + (u64)(lane >> 2) * k + 16 * (lane & 3);
+    const float* scales = args.inverse + (lane >> 3) * 16 + (lane & 7);
     asm("" : "+r"(turn), "+r"(own), "+r"(own_dense), "+r"(rotation), "+r"(inverse), "+r"(tile_at));
-    const float* scales = args.inverse + (lane >> 3) * 16 + (lane & 7);  // of outputs lane % 8 + 16 (lane / 8), and 8 further
-    uint4 now = make_uint4(0, 0, 0, 0);                                   // a `Tile`
     u32 held = ~0u;
-    // What the next step needs of this warp's tile. Asked for behind the stores of the step before and not earlier, which keeps stores
-    // from piling up: 54 us instead of 62 at 28672 x 4096.
-    const auto next_tile = [&](int s) {
-        now = load_shared4(tile_at + s * 128);
-        const float low = scales[(u64)now.w * 64], high = scales[(u64)now.w * 64 + 8];
-        __syncwarp();
-        store_shared4(inverse + lane * 16, low, -12582912.0f * low, high, -12582912.0f * high);
-        if (now.y & EXISTS && now.y >> 24 != held) load_rotation(args, held = now.y >> 24, lane, rotation);
-    };
-    if (steps) next_tile(0);
+    uint4 now = load_shared4(tile_at);
+    float low = 0, high = 0;  // 1 / scale of outputs lane % 8 + 16 (lane / 8) and 8 further
+    if (steps) low = scales[(u64)now.w * 64], high = scales[(u64)now.w * 64 + 8];
     int slot = 0;
 #pragma unroll 1
     for (int s = 0; s < steps; ++s) {
+        __syncwarp();
+        if (now.y & EXISTS && now.y >> 24 != held) load_rotation(args, held = now.y >> 24, lane, rotation);
+        store_shared4(inverse + lane * 16, low, -12582912.0f * low, high, -12582912.0f * high);
         copy_wait<STAGES - 2>();
         __syncthreads();  // step s is there, and everybody is through with step s - 1, whose place is the next to be filled
         if (s + STAGES - 1 < steps) load_step(s + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
@@ -239,13 +234,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) expand(const __grid_con
         const u32 bits = now.y, at = own + slot * BLOCK_BYTES, dense = own_dense + slot * BLOCK_BYTES;
         const u32 from[4] = {dense, dense + PLANE_BYTES, at + 2 * PLANE_BYTES + (bits & 0x70 ^ turn), at + 3 * PLANE_BYTES + (bits >> 8 & 0x70 ^ turn)};
         const float factor = __uint_as_float(now.z);
-        const u32 smoothing = smoothing_at + slot * 256 + 64 * (lane & 3);
         u8* to = out + (u64)now.x * 64;
+        if (s + 1 < steps) {
+            now = load_shared4(tile_at += 128);
+            low = scales[(u64)now.w * 64], high = scales[(u64)now.w * 64 + 8];
+        }
+        const u32 smoothing = smoothing_at + slot * 256 + 64 * (lane & 3);
         if (bits & HAS2)
             expand_tile<true>(from, bits & HAS3, rotation, inverse + (lane >> 2) * 16, factor, smoothing, to, k);
         else if (bits & EXISTS)
             expand_tile<false>(from, false, rotation, inverse + (lane >> 2) * 16, factor, smoothing, to, k);
-        if (s + 1 < steps) next_tile(s + 1);
         slot = slot == STAGES - 1 ? 0 : slot + 1;
     }
 }
