@@ -28,6 +28,8 @@ _EXPAND_RESIDENT, _EXPAND_BYTES = 2, 2 * (_BLOCK_BYTES + 256) + BLOCK_TILES * (4
 _STEP_BYTES, MOST_STEPS = 16 + BLOCK_TILES * 16, 64
 #: Inputs of rows that a CTA quantises in less than the time of a step.
 _INPUTS_OF_STEP = 32768
+#: Which compilation expands without rows, any of them being right.
+_NO_ROWS = torch.bfloat16
 #: Inputs of a row that the expansion's launch can quantise, and to how many bytes its rows must be aligned.
 MOST_INPUTS, _ALIGNMENT = 16384, 16
 _FOLDER = Path(__file__).parent
@@ -103,7 +105,8 @@ def shared_bytes(tokens: int) -> int:
 
 def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
     """Compile and load now what a call would at its first time: a captured graph must not meet the compiler."""
-    _expand_module(device, dtype).kernel("expand")
+    for rows in {_NO_ROWS, dtype} & set(DTYPES[:2]):
+        _expand_module(device, rows).kernel("expand")
     for tokens in TOKENS:
         _short_module(device, dtype, tokens).kernel("short_rows")
 
@@ -125,7 +128,7 @@ def quantize_rows(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor
 
 def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor) -> None:
     args, grid = expand_args(w, rotation, index, inverse, smoothing, out, _ctas(w.device))
-    _launch_expand(args, grid, w.device, torch.bfloat16)
+    _launch_expand(args, grid, w.device, _NO_ROWS)
 
 
 def quantize_and_expand(
@@ -242,7 +245,7 @@ def _stream(device: torch.device) -> int:
 
 @functools.cache
 def _expand_module(device: torch.device, dtype: torch.dtype) -> Module:
-    """dtype: of rows that are quantised in the same launch; a launch without rows may take that of any."""
+    """dtype: of rows that are quantised in the same launch."""
     return _module("prefill_expand.cu", device, [f"XTYPE={DTYPES.index(dtype)}"])
 
 
