@@ -23,7 +23,6 @@ import timing
 
 from vllm_tilequant.kernels import decode_bitplane as kernel
 from vllm_tilequant.kernels import tuning
-from vllm_tilequant.kernels.cuda_runtime import shared_limit
 
 #: (rows, level) -> weight in the figure of merit.
 CASES = {(1, "3.0"): 4, (1, "4.0"): 2, (1, "2.2"): 1, (1, "full"): 1, (2, "3.0"): 1, (4, "3.0"): 1, (8, "3.0"): 1}
@@ -67,27 +66,22 @@ def stream_candidates(n: int, k: int, gpu: tuning.Multiprocessors, stages=(4,)) 
         ):
             continue
         config = tuning.StreamConfig(ctas, chains, depth)
-        try:
-            cuts = [tuning.stream_geometry(rows, math.ceil(n / 64), k // 64, config, gpu) for rows in (1, 2, 4, 8)]
-        except NotImplementedError:
+        if not tuning.fits(n, k, config, gpu):
             continue
-        if cuts[0].shared_bytes <= gpu.shared_bytes // resident - 1024:
+        if tuning.stream_geometry(1, n // 64, k // 64, config, gpu).shared_bytes <= gpu.shared_bytes // resident - 1024:
             out.append(config)
     return out
 
 
-def best_many(n: int, k: int, config: tuning.DecodeConfig, weights, limit: int) -> tuning.DecodeConfig | None:
-    """The same order of additions with the best cut of the outputs for more than two rows; None if there is none."""
-
-    def best(m: int, choices: list[tuning.DecodeConfig]) -> tuning.DecodeConfig | None:
-        fit = [c for c in choices if tuning.cuda_geometry(m, n // 64, k // 64, c).shared_bytes <= limit]
-        return min(fit, key=lambda c: measure_one(n, k, m, "3.0", c, weights), default=None)
-
-    if tuning.cuda_geometry(2, n // 64, k // 64, config).shared_bytes > limit:
-        return None
-    counts = [c for c in WARPS_N if c * config.warps_k <= 16]
-    four = best(4, [dataclasses.replace(config, many_n=c, many_tiles=t) for c in counts for t in (4, 8)])
-    return best(8, [dataclasses.replace(four, most_n=c) for c in counts]) if four else None
+def best_many(n: int, k: int, config: tuning.DecodeConfig, weights, gpu: tuning.Multiprocessors) -> tuning.DecodeConfig | None:
+    """The same order of additions with the best clusters for more than two rows; None if there are none."""
+    choices = [
+        dataclasses.replace(config, parts=parts, launch_from=rows)
+        for parts, rows in itertools.product((1, 2), (3, 5, 9))
+        if config.splits % parts == 0
+    ]
+    fit = [c for c in choices if tuning.fits(n, k, c, gpu)]
+    return min(fit, key=lambda c: sum(measure_one(n, k, m, "3.0", c, weights) for m in (4, 8)), default=None)
 
 
 def measure(n: int, k: int, config: tuning.DecodeConfig | tuning.StreamConfig, weights, cases) -> dict[tuple[int, str], float]:
@@ -126,15 +120,13 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=3, help="configurations of each shape to print")
     args = parser.parse_args()
     wanted = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")] if args.shapes else [*shapes.LARGE, *shapes.SMALL]
-    properties = torch.cuda.get_device_properties(0)
-    best = {}
+    gpu, best = tuning.multiprocessors(torch.device("cuda", 0)), {}
     for n, k in wanted:
         weights = rotation(n, k, 2.2)
-        limit = shared_limit(torch.device("cuda", 0))
         found = []
-        choices: list[tuning.DecodeConfig | tuning.StreamConfig] = [*candidates(n, k, limit, stages=tuple(args.stages))]
+        choices: list[tuning.DecodeConfig | tuning.StreamConfig] = [*candidates(n, k, gpu.cta_bytes, stages=tuple(args.stages))]
         if args.streams:
-            choices += stream_candidates(n, k, tuning.multiprocessors(torch.device("cuda", 0)), tuple(args.stages))
+            choices += stream_candidates(n, k, gpu, tuple(args.stages))
         for config in choices:
             try:
                 found.append((measure_one(n, k, 1, args.first, config, weights), config))
@@ -143,7 +135,7 @@ def main() -> None:
         found.sort(key=lambda f: f[0])
         rows = []
         for _, config in found[: args.keep]:
-            if isinstance(config, tuning.StreamConfig) or (config := best_many(n, k, config, weights, limit)):
+            if isinstance(config, tuning.StreamConfig) or (config := best_many(n, k, config, weights, gpu)):
                 rows.append((config, measure(n, k, config, weights, CASES)))
         floor = {case: min(times[case] for _, times in rows) for case in CASES}
         merit = [sum(weight * times[c] / floor[c] for c, weight in CASES.items()) for _, times in rows]
@@ -154,10 +146,10 @@ def main() -> None:
         del weights
         torch.cuda.empty_cache()
     if args.write:
-        gpu = tuning.gpu_key(properties.name)
-        path = Path(__file__).resolve().parent.parent / "configs" / "tuning" / f"{gpu}.json"
+        name = tuning.gpu_key(torch.cuda.get_device_properties(0).name)
+        path = Path(__file__).resolve().parent.parent / "configs" / "tuning" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(tuning.dump(gpu, tuning.tuned(gpu) | best, {"torch": torch.__version__}, tuning.tuned_prefill(gpu)))
+        path.write_text(tuning.dump(name, tuning.tuned(name) | best, {"torch": torch.__version__}, tuning.tuned_prefill(name)))
         print(f"wrote {path}")
 
 

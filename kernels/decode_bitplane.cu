@@ -9,8 +9,8 @@
 // Sums inside a tile are integers (exact); tiles, warps and CTAs add in one fixed float order, the same for every M.
 //
 // Set by the compiler's command line: XTYPE (0 bf16, 1 fp16, 2 float32), STAGES (ring depth), SUMS (1: also write the integer sums),
-// STREAM. Without it the CTAs of a cluster share a range of outputs; with it they share the whole weight evenly (decode_finish.cu), and
-// three rows and more take decode_dense.cu.
+// STREAM. Without it the CTAs of a cluster share a range of outputs (decode_cluster.cu); with it they share the whole weight evenly
+// (decode_finish.cu). All this is for one and two rows; three and more take decode_dense.cu.
 
 #include "decode_rows.cu"
 
@@ -22,19 +22,23 @@
 
 #if STREAM
 #include "decode_finish.cu"
+#else
+#include "decode_cluster.cu"
 #endif
+
+#include "decode_inputs.cu"
+#include "decode_dense.cu"
 
 // A warp (k, n) of the CTA's warps_k x warps_n takes every (splits * warps_k)-th input tile and the n-th range of outputs; with STREAM a
 // run of the CTA's items, which may cross from one block to the next. Shared memory, as tuning.py counts it: sums and rings of all warps;
 // with STREAM sums of blocks that end inside a warp's run; inputs; parts; steps; what the exchange needs.
 template <int TILES, int ROWS>
 __device__ __forceinline__ void decode(const Args& args) {
-    constexpr int PAIRS = Input<ROWS>::PAIRS, HALVES = Input<ROWS>::HALVES;
     constexpr int WORDS = TILES / 2;  // words of a channel that one lane works on
     // One row needs half of B's columns, so its other half takes the next word: k-slots 0-15 and 16-31 are then two words of the same
     // channels instead of eight channels of one word, and there are half as many accumulators.
     constexpr int SUMS_PER_LANE = ROWS == 1 ? WORDS / 2 : WORDS;
-    constexpr int STAGE = TILES * STEP * 16, QUADS = PAIRS * SUMS_PER_LANE * 2, SUM_BYTES = QUADS * 512;
+    constexpr int STAGE = TILES * STEP * 16, QUADS = SUMS_PER_LANE * 2, SUM_BYTES = QUADS * 512;
     extern __shared__ __align__(16) u8 shared[];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
@@ -70,10 +74,8 @@ __device__ __forceinline__ void decode(const Args& args) {
     Part* parts = (Part*)(all_inputs + warps_k * tpw) + warp * tpw;
     Step* steps = (Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warp * (tpw * 16 + STAGES - 1);
     // [splits][ceil(tasks / splits)][64]: what the cluster's CTAs send for the output tiles (of one row each) that this one finishes.
-    // For more than two rows it takes the place of inputs, parts and steps, when the whole cluster is through with them: shared
-    // memory then bounds the warps of a multiprocessor. For fewer a place of its own is faster: nobody waits before sending.
-    constexpr bool REUSE = ROWS > 2;
-    float* received = REUSE ? (float*)all_inputs : (float*)((Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warps * (tpw * 16 + STAGES - 1));
+    // A place of its own, so that nobody waits before sending.
+    float* received = (float*)((Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warps * (tpw * 16 + STAGES - 1));
     const int tasks = args.rows * warps_n * TILES, tasks_here = (tasks + splits - 1) / splits;
     const Input<ROWS>* inputs = all_inputs + warp_k * tpw;
 #endif
@@ -82,7 +84,7 @@ __device__ __forceinline__ void decode(const Args& args) {
     if (lane == 0) borders[warp] = item_first;
     if (threadIdx.x == 0) borders[warps] = first + count;
 #else
-    if (!REUSE) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // nobody may send to a CTA that has not started
+    cluster_started();  // nobody may send to a CTA that has not
 #endif
     MARK(0);
 
@@ -109,8 +111,8 @@ __device__ __forceinline__ void decode(const Args& args) {
     if (warp * splits + split < tasks) my_codes = transform_codes(args, first_part * TILES + (warp * splits + split) % (warps_n * TILES), lane);
 #endif
 
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    wait_for_inputs();
+    let_next_start();
     MARK(1);
 
     float t4[4];
@@ -226,10 +228,10 @@ __device__ __forceinline__ void decode(const Args& args) {
     const u32 read_from = ring + c * (TILES * 16) + (TILES == 8 ? (g ^ twist) * 16 : ((g >> 1) ^ twist) * 16 + (g & 1) * 8);
     // B: column n = 4 * half + t; the activation goes to byte t of the word, the other bytes are zero
     const int half = ROWS == 1 ? 0 : g >> 2, t = g & 3;
-    constexpr int SELECTS = ROWS == 1 ? 2 : PAIRS;
+    constexpr int SELECTS = ROWS == 1 ? 2 : 1;
     u32 select[SELECTS];
 #pragma unroll
-    for (int q = 0; q < SELECTS; ++q) select[q] = ROWS == 1 ? (g >> 2 == q ? 0x4444u ^ 4u << (4 * t) : 0x4444u) : 0x4444u ^ (u32)(4 ^ q) << (4 * t);
+    for (int q = 0; q < SELECTS; ++q) select[q] = ROWS == 1 ? (g >> 2 == q ? 0x4444u ^ 4u << (4 * t) : 0x4444u) : 0x4444u ^ 4u << (4 * t);
     const int tile_of_lane = TILES == 8 ? g : sub + (g >> 1);
 
     u32 read_at = 0, write_at = (STAGES - 1) * STAGE;
@@ -243,15 +245,13 @@ __device__ __forceinline__ void decode(const Args& args) {
         const bool fresh = j == 0;
 #endif
         const u32 counts = parts[j].counts, masks = parts[j].masks;
-        int sum[PAIRS][SUMS_PER_LANE][2][4];
+        int sum[SUMS_PER_LANE][2][4];
 #pragma unroll
-        for (int q = 0; q < PAIRS; ++q)
+        for (int i = 0; i < SUMS_PER_LANE; ++i)
 #pragma unroll
-            for (int i = 0; i < SUMS_PER_LANE; ++i)
+            for (int h = 0; h < 2; ++h)
 #pragma unroll
-                for (int h = 0; h < 2; ++h)
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) sum[q][i][h][r] = 0;
+                for (int r = 0; r < 4; ++r) sum[i][h][r] = 0;
         float unit = 512.f;  // doubled, and 4 for every plane below the last one read
         auto read_plane = [&](auto dense, int plane) {
             constexpr bool DENSE = decltype(dense)::value;
@@ -260,33 +260,28 @@ __device__ __forceinline__ void decode(const Args& args) {
             unit *= 0.25f;
             if (plane > 0) {
 #pragma unroll
-                for (int q = 0; q < PAIRS; ++q)
+                for (int i = 0; i < SUMS_PER_LANE; ++i)
 #pragma unroll
-                    for (int i = 0; i < SUMS_PER_LANE; ++i)
+                    for (int h = 0; h < 2; ++h)
 #pragma unroll
-                        for (int h = 0; h < 2; ++h)
-#pragma unroll
-                            for (int r = 0; r < 4; ++r) sum[q][i][h][r] *= 4;
+                        for (int r = 0; r < 4; ++r) sum[i][h][r] *= 4;
             }
             // of a tile without this plane the ring holds something older
             const u32 keep = DENSE || (masks >> (8 * (plane - 2) + tile_of_lane) & 1) ? 0xffffffffu : 0;
             // fields up to j of every byte: output j is a difference of two sums, and the last one needs no mask
             const u32 low[4] = {0x03030303u & keep, 0x0f0f0f0fu & keep, 0x3f3f3f3fu & keep, keep};
-            constexpr int ENTRY = HALVES * PAIRS;
-            u32 entries = shared_address(&inputs[j].entry[plane][c][half][0]);
-            const u32 entries_end = entries + count * ENTRY;
+            u32 entries = shared_address(&inputs[j].entry[plane][c][half]);
+            const u32 entries_end = entries + count * ROWS;
             auto eight = [&](int k) {  // slots 8k to 8k + 7 of the step
                 u32 w[2][WORDS], x[2];
 #pragma unroll
                 for (int s = 0; s < 2; ++s) {
-                    const u32 from = read_from + read_at + (2 * k + s) * (TILES * 64), entry = entries + (2 * k + s) * 4 * ENTRY;
+                    const u32 from = read_from + read_at + (2 * k + s) * (TILES * 64), entry = entries + (2 * k + s) * 4 * ROWS;
                     if constexpr (TILES == 8)
                         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[s][0]), "=r"(w[s][1]), "=r"(w[s][2]), "=r"(w[s][3]) : "r"(from));
                     else
                         asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[s][0]), "=r"(w[s][1]) : "r"(from));
-                    if constexpr (PAIRS == 1) asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x[s]) : "r"(entry));
-                    if constexpr (PAIRS == 2) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(x[s]) : "r"(entry));
-                    if constexpr (PAIRS == 4) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x[s]) : "r"(entry));
+                    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x[s]) : "r"(entry));
                 }
                 if (k == 0) produce(write_at);
                 u32 b[SELECTS][2];
@@ -301,23 +296,22 @@ __device__ __forceinline__ void decode(const Args& args) {
                         if constexpr (ROWS == 1) {
 #pragma unroll
                             for (int s = 0; s < 2; ++s)
-                                mma(sum[0][i][h], w[s][2 * i] & low[2 * h], w[s][2 * i] & low[2 * h + 1], w[s][2 * i + 1] & low[2 * h],
+                                mma<STREAM>(sum[i][h], w[s][2 * i] & low[2 * h], w[s][2 * i] & low[2 * h + 1], w[s][2 * i + 1] & low[2 * h],
                                     w[s][2 * i + 1] & low[2 * h + 1], b[0][s], b[1][s]);
                         } else {
                             const u32 a0 = w[0][i] & low[2 * h], a1 = w[0][i] & low[2 * h + 1];
                             const u32 a2 = w[1][i] & low[2 * h], a3 = w[1][i] & low[2 * h + 1];
-#pragma unroll
-                            for (int q = 0; q < PAIRS; ++q) mma(sum[q][i][h], a0, a1, a2, a3, b[q][0], b[q][1]);
+                            mma<STREAM>(sum[i][h], a0, a1, a2, a3, b[0][0], b[0][1]);
                         }
                     }
             };
 #pragma unroll 1
             do {
-                copy_wait();
+                copy_wait<STAGES - 2>();
                 __syncwarp();
                 eight(0);
-                if (entries + 8 * ENTRY < entries_end) eight(1);
-                entries += STEP * ENTRY;
+                if (entries + 8 * ROWS < entries_end) eight(1);
+                entries += STEP * ROWS;
                 write_at = read_at;
                 read_at = read_at == (STAGES - 1) * STAGE ? 0 : read_at + STAGE;
             } while (entries < entries_end);
@@ -332,38 +326,35 @@ __device__ __forceinline__ void decode(const Args& args) {
         }
         const int bits_class = masks >> (16 + 2 * tile_of_lane) & 3;
         const float tile_factor = parts[j].factor[tile_of_lane];
+        const int m = ROWS == 1 ? 0 : c >> 1;
+        const float scale = tile_factor * inputs[j].scale[m], centre = inputs[j].centre[m][bits_class];
 #pragma unroll
-        for (int q = 0; q < PAIRS; ++q) {
-            const int m = ROWS == 1 ? 0 : 2 * q + (c >> 1);
-            const float scale = tile_factor * inputs[j].scale[m], centre = inputs[j].centre[m][bits_class];
+        for (int i = 0; i < SUMS_PER_LANE; ++i)
 #pragma unroll
-            for (int i = 0; i < SUMS_PER_LANE; ++i)
+            for (int h = 0; h < 2; ++h) {
+                float4& held = warp_sums[(i * 2 + h) * 32 + lane];
+                float4 v = fresh ? make_float4(0.f, 0.f, 0.f, 0.f) : held;
+                float whole[4];
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float4& held = warp_sums[((q * SUMS_PER_LANE + i) * 2 + h) * 32 + lane];
-                    float4 v = fresh ? make_float4(0.f, 0.f, 0.f, 0.f) : held;
-                    float whole[4];
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) {  // exact: whole numbers below 2^24
-                        const int below = r >= 2 ? sum[q][i][h][r - 2] : h ? sum[q][i][0][r + 2] : 0;
-                        whole[r] = fmaf((float)(sum[q][i][h][r] - below), unit / (float)(1 << (4 * h + 2 * (r >> 1))), centre);
-                    }
-                    v.x = fmaf(whole[0], scale, v.x);
-                    v.y = fmaf(whole[1], scale, v.y);
-                    v.z = fmaf(whole[2], scale, v.z);
-                    v.w = fmaf(whole[3], scale, v.w);
-                    held = v;
+                for (int r = 0; r < 4; ++r) {  // exact: whole numbers below 2^24
+                    const int below = r >= 2 ? sum[i][h][r - 2] : h ? sum[i][0][r + 2] : 0;
+                    whole[r] = fmaf((float)(sum[i][h][r] - below), unit / (float)(1 << (4 * h + 2 * (r >> 1))), centre);
+                }
+                v.x = fmaf(whole[0], scale, v.x);
+                v.y = fmaf(whole[1], scale, v.y);
+                v.z = fmaf(whole[2], scale, v.z);
+                v.w = fmaf(whole[3], scale, v.w);
+                held = v;
 #if SUMS
 #pragma unroll
-                    for (int r = 0; r < 4; ++r) {
-                        const int word = ROWS == 1 ? 2 * i + (c >> 1) : i;
-                        const int out = first_tile * 64 + g * 16 * WORDS + word * 16 + 4 * (2 * (c & 1) + (r & 1)) + 2 * h + (r >> 1);
-                        if (m < args.rows && out < args.n_tiles * 64)
-                            args.sums[((long long)m * args.k_tiles + kt) * args.n_tiles * 64 + out] = (int)whole[r] / (1 << (6 - 2 * bits_class));
-                    }
-#endif
+                for (int r = 0; r < 4; ++r) {
+                    const int word = ROWS == 1 ? 2 * i + (c >> 1) : i;
+                    const int out = first_tile * 64 + g * 16 * WORDS + word * 16 + 4 * (2 * (c & 1) + (r & 1)) + 2 * h + (r >> 1);
+                    if (m < args.rows && out < args.n_tiles * 64)
+                        args.sums[((long long)m * args.k_tiles + kt) * args.n_tiles * 64 + out] = (int)whole[r] / (1 << (6 - 2 * bits_class));
                 }
-        }
+#endif
+            }
 #if STREAM
         if (kt == args.k_tiles - 1 && j + 1 < mine) {  // the block's inputs end here, the run does not
             __syncwarp();
@@ -388,11 +379,8 @@ __device__ __forceinline__ void decode(const Args& args) {
         for (int i = 0; i < QUADS; ++i) warp_sums[i * 32 + lane] = make_float4(0.f, 0.f, 0.f, 0.f);
     asm volatile("cp.async.wait_all;" ::: "memory");
     MARK(6);
-    if (REUSE)
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    else
-        __syncthreads();
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    __syncthreads();
+    cluster_wait();
 
     // warps that share outputs add in ascending order; the sum goes to the CTA that finishes the tile
     for (int quad = warp; quad < warps_n * QUADS; quad += warps) {
@@ -407,71 +395,21 @@ __device__ __forceinline__ void decode(const Args& args) {
             v.z += more.z;
             v.w += more.w;
         }
-        const int m = ROWS == 1 ? 0 : 2 * (in_part / (2 * WORDS)) + (c >> 1);
-        const int word = (ROWS == 1 ? in_part / 2 * 2 + (c >> 1) : in_part / 2 % WORDS) + (TILES == 8 ? 0 : (g & 1) * 2);
+        const int m = ROWS == 1 ? 0 : c >> 1;
+        const int word = (ROWS == 1 ? in_part / 2 * 2 + (c >> 1) : in_part / 2) + (TILES == 8 ? 0 : (g & 1) * 2);
         if (m < args.rows) {
             const int task = m * warps_n * TILES + n_part * TILES + (TILES == 8 ? g : g >> 1);
             const float* slot = received + (split * tasks_here + task / splits) * 64 + ((word * 2 + (in_part & 1)) * 2 + (c & 1)) * 4;
-            u32 there;
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(slot)), "r"(task % splits));
-            asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+            store_cluster(address_in(shared_address(slot), task % splits), v);
         }
     }
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_arrive();
+    cluster_wait();
     MARK(8);
-    for (int mine = warp; mine * splits + split < tasks; mine += warps) {
-        const int task = mine * splits + split, m = task / (warps_n * TILES), nt = first_part * TILES + task % (warps_n * TILES);
-        if (nt >= args.n_tiles) continue;
-        const int n_t = lane >> 2 & 3, n_j = lane & 3;  // this lane takes outputs lane and lane + 32
-        const float* from = received + mine * 64 + (((lane >> 4) * 2 + (n_j >> 1)) * 2 + (n_t >> 1)) * 4 + (n_j & 1) * 2 + (n_t & 1);
-        float lo = from[0], hi = from[32];
-#pragma unroll 4
-        for (int s = 1; s < splits; ++s) {
-            lo += from[s * tasks_here * 64];
-            hi += from[s * tasks_here * 64 + 32];
-        }
-        const u32 both = mine == warp ? my_codes : transform_codes(args, nt, lane);
-        if (!(both & 0x10000)) {  // y = l H[perm] (r y~) / 8
-            const u32 code_lo = both & 255, code_hi = both >> 8;
-            lo = code_lo & 128 ? -lo : lo;
-            hi = code_hi & 128 ? -hi : hi;
-            const float a = lo + hi, b = lo - hi;
-            lo = a;
-            hi = b;
-#pragma unroll
-            for (int bit = 1; bit < 32; bit <<= 1) {
-                const float other_lo = __shfl_xor_sync(FULL, lo, bit), other_hi = __shfl_xor_sync(FULL, hi, bit);
-                lo = lane & bit ? other_lo - lo : lo + other_lo;
-                hi = lane & bit ? other_hi - hi : hi + other_hi;
-            }
-            const float lo_of_lo = __shfl_sync(FULL, lo, code_lo & 31), hi_of_lo = __shfl_sync(FULL, hi, code_lo & 31);
-            const float lo_of_hi = __shfl_sync(FULL, lo, code_hi & 31), hi_of_hi = __shfl_sync(FULL, hi, code_hi & 31);
-            lo = (code_lo & 32 ? hi_of_lo : lo_of_lo) * (code_lo & 64 ? -0.125f : 0.125f);
-            hi = (code_hi & 32 ? hi_of_hi : lo_of_hi) * (code_hi & 64 ? -0.125f : 0.125f);
-        }
-        const int n = nt * 64 + lane;
-        if (args.bias) {
-            lo += load_bias(args.bias, n, args.bias_type);
-            hi += load_bias(args.bias, n + 32, args.bias_type);
-        }
-#if XTYPE == 2
-        float* y = (float*)args.y + m * args.y_stride + n;
-        y[0] = lo;
-        y[32] = hi;
-#else
-        u16* y = (u16*)args.y + m * args.y_stride + n;
-        y[0] = to_half(lo, XTYPE);
-        y[32] = to_half(hi, XTYPE);
-#endif
-    }
+    finish_tasks(args, received, splits, split, warps_n * TILES, first_part * TILES, my_codes, warps);
     MARK(10);
 #endif
 }
-
-#if STREAM
-#include "decode_dense.cu"
-#endif
 
 // The first bound sets the registers: 65536 / threads, so that enough warps are resident to hide each other's latencies.
 #define KERNEL(TILES, ROWS, THREADS)                                                                                  \
@@ -480,18 +418,14 @@ __device__ __forceinline__ void decode(const Args& args) {
     }
 KERNEL(8, 1, 896)
 KERNEL(8, 2, 640)
-#if STREAM
+#if !STREAM
+KERNEL(4, 1, 896)
+KERNEL(4, 2, 768)
+#endif
 #define DENSE(ROWS)                                                                                                            \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) decode_8_##ROWS(const __grid_constant__ Args args) {            \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) decode_dense_##ROWS(const __grid_constant__ DenseArgs args) {      \
         decode_dense<ROWS>(args);                                                                                              \
     }                                                                                                                          \
     extern "C" __global__ void __launch_bounds__(32 * ROWS) prepare_##ROWS(const __grid_constant__ Args args) { prepare<ROWS>(args); }
 DENSE(4)
 DENSE(8)
-#else
-KERNEL(8, 4, 512)
-KERNEL(4, 1, 896)
-KERNEL(4, 2, 768)
-KERNEL(4, 4, 640)
-KERNEL(4, 8, 512)
-#endif

@@ -26,7 +26,7 @@ from vllm_tilequant.kernels.capability import (
     unsupported_reason,
 )
 from vllm_tilequant.kernels.checked import checked_weight
-from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, shared_limit
+from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, tensor_map
 from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, DecodeWeight, prepare
 from vllm_tilequant.kernels.reference import decode_bitplane_ref
 from vllm_tilequant.kernels.tuning import (
@@ -35,8 +35,10 @@ from vllm_tilequant.kernels.tuning import (
     cuda_geometry,
     decode_config,
     default_config,
+    dense_geometry,
     gpu_key,
     multiprocessors,
+    per_chain,
     stream_geometry,
     tuned,
 )
@@ -47,7 +49,7 @@ __all__ = ["DecodeWeight", "decode_linear", "decode_sums", "make_ready", "prepar
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_HEADERS = tuple(_SOURCE.with_name(f"decode_{part}.cu") for part in ("rows", "finish", "dense"))
+_HEADERS = tuple(_SOURCE.with_name(f"decode_{part}.cu") for part in ("ptx", "rows", "finish", "cluster", "inputs", "dense"))
 _BIAS_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 #: Programmatic dependent launch: the kernel may be launched while its predecessor ends; it waits before it reads anything.
 _OVERLAP = True
@@ -60,10 +62,25 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "thresholds", "codes", "meta", "factor")),
         *((name, ctypes.c_void_p) for name in ("transform", "table", "bias", "y", "sums")),
         *((name, ctypes.c_longlong) for name in ("x_stride", "y_stride")),
-        *((name, ctypes.c_int) for name in ("rows", "n_tiles", "k_tiles", "tiles_per_warp", "splits", "warps_k", "bias_type")),
-        *((name, ctypes.c_uint) for name in ("items", "ring", "most_items", "places", "chains")),
-        *((name, ctypes.c_void_p) for name in ("partial", "arrivals", "prepared")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("rows", "n_tiles", "k_tiles", "tiles_per_warp", "splits", "warps_k", "bias_type", "parts")
+        ),
+        *((name, ctypes.c_uint) for name in ("ring", "most_items")),
+        ("prepared", ctypes.c_void_p),
+        *((name, ctypes.c_uint) for name in ("items", "places", "chains")),
+        *((name, ctypes.c_void_p) for name in ("partial", "arrivals")),
     ]
+
+
+class _DenseArgs(ctypes.Structure):
+    """`struct DenseArgs` of the CUDA source, whose alignment pads it."""
+
+    _fields_ = [("planes", ctypes.c_ubyte * 128), ("args", _Args), ("padding", ctypes.c_ubyte * 64)]
+
+
+#: Threads of the kernel for three to eight rows: eight warps that multiply, one that reads.
+_DENSE_THREADS = 288
 
 
 def decode_linear(
@@ -152,7 +169,8 @@ def self_check(device: torch.device, path: str) -> str | None:
     w = w.to(device)
     configs: list[DecodeConfig | StreamConfig | None] = [None]
     if path == "cuda":
-        configs = [default_config(n, k, multiprocessors(device).count, shared_limit(device))]
+        default = default_config(n, k, multiprocessors(device))
+        configs = [replace(default, launch_from=9), replace(default, launch_from=3)]
         known = tuned(gpu_key(torch.cuda.get_device_properties(device).name)).values()
         if stream := next((c for c in known if isinstance(c, StreamConfig)), None):
             configs.append(replace(stream, ctas=5, chains=4))
@@ -165,14 +183,13 @@ def self_check(device: torch.device, path: str) -> str | None:
 
 
 def _compile_cuda(device: torch.device, dtype: torch.dtype, config: DecodeConfig | StreamConfig) -> None:
-    if isinstance(config, StreamConfig):
-        module = _module(device, dtype, config.stages, False, True)
-        for name in (*(f"decode_8_{rows}" for rows in (1, 2, 4, 8)), "prepare_4", "prepare_8"):
-            module.kernel(name).prefer_shared()
-        return
-    module = _module(device, dtype, config.stages, False, False)
-    for rows in range(1, MAX_ROWS + 1):
-        module.kernel(cuda_geometry(rows, 1, 1, config).kernel)
+    stream = isinstance(config, StreamConfig)
+    module = _module(device, dtype, config.stages, False, stream)
+    tiles = 8 if isinstance(config, StreamConfig) else config.tiles
+    for name in (f"decode_{tiles}_1", f"decode_{tiles}_2", "decode_dense_4", "decode_dense_8", "prepare_4", "prepare_8"):
+        kernel = module.kernel(name)
+        if stream or "dense" in name:
+            kernel.prefer_shared()
 
 
 def check_inputs(x: Tensor, w: DecodeWeight, bias: Tensor | None, thresholds: Tensor) -> None:
@@ -260,12 +277,16 @@ def _launch_cuda(
     if isinstance(config, StreamConfig):
         _launch_stream(args, module, x, w, out, config)
         return
+    args.splits, args.warps_k, args.parts = config.splits, config.warps_k, config.parts
+    args.tiles_per_warp = per_chain(args.k_tiles, config)
+    if args.rows > 2:
+        _launch_dense(args, module, x, w, config)
+        return
     cut = cuda_geometry(args.rows, args.n_tiles, args.k_tiles, config)
     if cut.shared_bytes > module.shared_limit:
         raise ValueError(
             f"{config} needs {cut} for [{w.out_features}, {w.in_features}], the GPU has {module.shared_limit} bytes"
         )
-    args.tiles_per_warp, args.splits, args.warps_k = cut.per_warp, config.splits, config.warps_k
     module.kernel(cut.kernel).launch(
         args,
         grid=cut.grid,
@@ -277,21 +298,47 @@ def _launch_cuda(
     )
 
 
+def _launch_dense(args: _Args, module: Module, x: Tensor, w: DecodeWeight, config: DecodeConfig | StreamConfig) -> None:
+    """Three rows and more."""
+    cut = dense_geometry(args.rows, args.n_tiles, args.k_tiles, config, multiprocessors(x.device))
+    args.ring, args.most_items = cut.ring, cut.most_items
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    if args.rows >= config.launch_from:
+        prepared = torch.empty(args.k_tiles * cut.prepared_bytes, dtype=torch.uint8, device=x.device)
+        args.prepared = prepared.data_ptr()
+        module.kernel(f"prepare_{cut.rows}").launch(
+            args, grid=args.k_tiles, threads=32 * cut.rows, cluster=1, shared_bytes=0, stream=stream, overlap=_OVERLAP
+        )
+    rows = -(-args.n_tiles // BLOCK_TILES) * args.k_tiles * 2 * TILE
+    planes = tensor_map(w.codes.data_ptr(), rows, BLOCK_TILES * 16, 2 * TILE, BLOCK_TILES * 16)
+    module.kernel(f"decode_dense_{cut.rows}").launch(
+        _DenseArgs((ctypes.c_ubyte * 128).from_buffer_copy(planes), args),
+        grid=cut.grid,
+        threads=_DENSE_THREADS,
+        cluster=cut.cluster,
+        shared_bytes=cut.shared_bytes,
+        stream=stream,
+        overlap=_OVERLAP,
+    )
+
+
 def _launch_stream(args: _Args, module: Module, x: Tensor, w: DecodeWeight, out: Tensor, config: StreamConfig) -> None:
     if out.data_ptr() % 16 or (out.stride(0) * out.element_size()) % 16:
         raise ValueError(f"out has strides {list(out.stride())}, wanted rows on 16-byte borders: pass a contiguous tensor")
     cut = stream_geometry(args.rows, args.n_tiles, args.k_tiles, config, multiprocessors(x.device))
-    sums = cut.grid * cut.places * cut.rows * BLOCK_TILES * TILE
-    partial = torch.empty(sums, dtype=torch.float32, device=x.device)
-    prepared = torch.empty(args.k_tiles * cut.prepared_bytes, dtype=torch.uint8, device=x.device)
-    args.tiles_per_warp, args.chains, args.items, args.most_items = cut.per_chain, config.chains, cut.items, cut.most_items
-    args.places, args.ring = cut.places, cut.ring
-    args.partial, args.arrivals, args.prepared = partial.data_ptr(), w.arrivals.data_ptr(), prepared.data_ptr()
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    if cut.prepared_bytes:
-        module.kernel(f"prepare_{cut.rows}").launch(
-            args, grid=args.k_tiles, threads=32 * cut.rows, cluster=1, shared_bytes=0, stream=stream, overlap=_OVERLAP
-        )
-    module.kernel(f"decode_8_{cut.rows}").launch(
-        args, grid=cut.grid, threads=32 * cut.warps, cluster=1, shared_bytes=cut.shared_bytes, stream=stream, overlap=_OVERLAP
+    held = next(r for r in (1, 2, 4, 8) if r >= args.rows)  # rows that the kernel is compiled for
+    partial = torch.empty(cut.grid * cut.places * held * BLOCK_TILES * TILE, dtype=torch.float32, device=x.device)
+    args.tiles_per_warp, args.chains, args.items, args.places = cut.per_chain, config.chains, cut.items, cut.places
+    args.partial, args.arrivals = partial.data_ptr(), w.arrivals.data_ptr()
+    if args.rows > 2:
+        _launch_dense(args, module, x, w, config)
+        return
+    module.kernel(f"decode_8_{args.rows}").launch(
+        args,
+        grid=cut.grid,
+        threads=32 * config.chains,
+        cluster=1,
+        shared_bytes=cut.shared_bytes,
+        stream=torch.cuda.current_stream(x.device).cuda_stream,
+        overlap=_OVERLAP,
     )

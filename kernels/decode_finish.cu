@@ -7,9 +7,6 @@
 // In `partial`, output 16 w + 4 (2 b + y) + 2 h + z of a tile (b, y, h, z bits) lies at 16 w + 8 h + 4 b + 2 z + y, as the tensor core
 // leaves them. Sixteen lanes hold a tile's row, four values each: lane bits w, h, b, register bits z, y.
 
-// Orders this thread's accesses to global memory before and after it, for all threads of the GPU.
-__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
 // A row in half a warp: times diag(r), times H, and of that element `code & 63` wherever a code asks, with its left sign over 8.
 // Without `rotated`, only into the order of the outputs. codes: of outputs 4 (lane & 15) .. + 3.
 __device__ __forceinline__ void restore(float (&v)[4], u32 codes, bool rotated, int lane) {

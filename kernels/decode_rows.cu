@@ -1,9 +1,6 @@
 // Part of decode_bitplane.cu: arguments, small helpers, and what a CTA prepares of the activations. Included there.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "decode_ptx.cu"
 
 #ifndef STAGES
 #define STAGES 8
@@ -17,8 +14,6 @@ typedef unsigned long long u64;
 #ifndef STREAM
 #define STREAM 0
 #endif
-
-#define FULL 0xffffffffu
 
 struct True { static constexpr bool value = true; };
 struct False { static constexpr bool value = false; };
@@ -36,55 +31,27 @@ struct Args {
     int* sums;               // [rows, k_tiles, n_tiles * 64], only with SUMS
     long long x_stride, y_stride;
     int rows, n_tiles, k_tiles, tiles_per_warp, splits, warps_k, bias_type;
+    int parts;               // decode_dense.cu: of the splits, those of a CTA
+    u32 ring, most_items;    // decode_dense.cu: bytes; items of a CTA
+    u8* prepared;            // decode_dense.cu: [k_tiles] `Prepared`, made by a launch before; or null
     // the rest only with STREAM
-    u32 items, ring, most_items, places, chains;  // ring: bytes; most_items, places: items and blocks of a CTA; chains: see decode_finish.cu
+    u32 items, places, chains;  // places: blocks of a CTA; chains: see decode_finish.cu
     float* partial;          // [CTAs, places, ROWS, 8, 64]: sums over a CTA's part of the inputs, for each of its blocks
     u32* arrivals;           // [blocks] zeros before and after: how many parts of a block's sums are in `partial`
-    u8* prepared;            // [k_tiles] `Prepared`, made by a launch of its own: above two rows
 };
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory"); }
-
-#if STREAM
-#define MMA asm  // may be moved: decode_dense.cu is faster so
-#else
-#define MMA asm volatile
-#endif
-__device__ __forceinline__ void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    MMA(
-        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ float from_half(u16 h, int type) {
-    float f;
-    if (type == 0) return __uint_as_float((u32)h << 16);
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-    return f;
-}
-
-__device__ __forceinline__ u16 to_half(float f, int type) {
-    u16 h;
-    if (type == 0)
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    else
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    return h;
-}
-
-__device__ __forceinline__ float2 load_pair(const void* x, long long at) {  // elements at, at + 1; at is even
+// Two adjacent inputs as they lie in memory, the first one even.
 #if XTYPE == 2
-    return *(const float2*)((const float*)x + at);
+typedef float2 Pair;
+__device__ __forceinline__ Pair load_raw(const void* x, long long at) { return *(const float2*)((const float*)x + at); }
+__device__ __forceinline__ float2 floats(Pair v) { return v; }
+__device__ __forceinline__ float load_x(const void* x, long long at) { return ((const float*)x)[at]; }
 #else
-    u32 v = *(const u32*)((const u16*)x + at);
-    return make_float2(from_half((u16)v, XTYPE), from_half((u16)(v >> 16), XTYPE));
+typedef u32 Pair;
+__device__ __forceinline__ Pair load_raw(const void* x, long long at) { return *(const u32*)((const u16*)x + at); }
+__device__ __forceinline__ float2 floats(Pair v) { return make_float2(from_half((u16)v, XTYPE), from_half((u16)(v >> 16), XTYPE)); }
+__device__ __forceinline__ float load_x(const void* x, long long at) { return from_half(((const u16*)x)[at], XTYPE); }
 #endif
-}
 
 __device__ __forceinline__ float load_bias(const void* bias, int at, int type) {
     return type == 2 ? ((const float*)bias)[at] : from_half(((const u16*)bias)[at], type);
@@ -103,11 +70,9 @@ struct __align__(16) Step {
 // What a CTA keeps of an input tile. Slots are channels sorted by level, highest first, ascending inside a level.
 template <int ROWS>
 struct __align__(16) Input {
-    static constexpr int PAIRS = (ROWS + 1) / 2, HALVES = ROWS == 1 ? 1 : 2;
     u8 channel[64];                  // slot -> channel
     u8 slot[64];                     // channel -> slot
-    static_assert(HALVES * PAIRS == ROWS || ROWS == 1);
-    u8 entry[4][64][HALVES][PAIRS];  // first the rows in float32; then, per plane: the INT8 activation of row 2 * pair + half where its level wants the plane, else 0
+    u8 entry[4][64][ROWS];           // first the rows in float32; then, per plane: the INT8 activation of a row where its level wants the plane, else 0
     float scale[ROWS];               // activation scale of a row
     float centre[ROWS][4];           // sum of q * (doubled midpoint minus zero point) in steps of 8-bit codes, per tile class (2, 4, 6, 8 bits)
     u32 counts;                      // byte p: channels that need plane p, over all rows
@@ -121,13 +86,6 @@ struct __align__(16) Part {
     u32 unused[2];
 };
 
-template <int BYTES>
-__device__ __forceinline__ void store_entry(void* to, u32 v) {
-    if constexpr (BYTES == 1) *(u8*)to = (u8)v;
-    if constexpr (BYTES == 2) *(u16*)to = (u16)v;
-    if constexpr (BYTES == 4) *(u32*)to = v;
-}
-
 __device__ __forceinline__ int level_of(float magnitude, const float (&t)[4]) {
     return (magnitude > t[0]) + (magnitude > t[1]) + (magnitude > t[2]) + (magnitude > t[3]);
 }
@@ -139,7 +97,7 @@ __device__ __forceinline__ void sort_channels(const Args& args, Input<ROWS>& til
 #pragma unroll
     for (int m = 0; m < ROWS; ++m) {
         v[m] = make_float2(0.f, 0.f);
-        if (m < args.rows) v[m] = load_pair(args.x, m * args.x_stride + kt * 64 + 2 * lane);
+        if (m < args.rows) v[m] = floats(load_raw(args.x, m * args.x_stride + kt * 64 + 2 * lane));
         ((float2*)tile.entry)[m * 32 + lane] = v[m];  // for `quantise`: loads from afar would queue behind those of the weights
     }
     int top0 = 0, top1 = 0;
@@ -176,69 +134,89 @@ __device__ __forceinline__ float divide(float v, float s, float reciprocal) {
     return fmaf(fmaf(-s, q, v), reciprocal, q);
 }
 
-// Second half: INT8 activations in the order of the slots, their scales and the constant part of every sum.
+// How a row's values become INT8: divided by `scale`. Where `plain`, `divide` is exact.
+struct Scale {
+    float scale, reciprocal;
+    bool plain;
+};
+
+// largest: of the magnitudes. Of non-negative floats the bits order like integers, and a NaN is the greatest: it reaches the scale and the output.
+__device__ __forceinline__ Scale scale_of(float largest) {
+    Scale o;
+    o.plain = largest > 1e-30f && largest < 1e30f;
+    float seventh = reciprocal_approx(127.f);
+    seventh = fmaf(seventh, fmaf(-127.f, seventh, 1.f), seventh);
+    o.scale = o.plain ? divide(largest, 127.f, seventh) : 1.f;
+    o.reciprocal = reciprocal_approx(o.scale);
+    o.reciprocal = fmaf(o.reciprocal, fmaf(-o.scale, o.reciprocal, 1.f), o.reciprocal);
+    if (!o.plain && largest != 0.f) o.scale = __fdiv_rn(largest, 127.f);
+    if (o.scale == 0.f) o.scale = 1.f;
+    return o;
+}
+
+// The weight of the sum of q over the channels of a level (2 level bits are read) in the constant part of a tile's sums: doubled midpoint minus
+// zero point.
+__device__ __forceinline__ int level_weight(int level, int bits) { return (256 >> min(2 * level, bits)) - (256 >> bits) - 256; }
+
+// The INT8 activations of two inputs of a row, their levels, the scale of all 64, and in lanes 0 to 3, for tiles of 2, 4, 6, 8 bits, the
+// constant part of their sums in steps of 8-bit codes.
+struct Quantised {
+    int q0, q1, l0, l1;
+    float scale;
+    int centre;
+};
+
+__device__ __forceinline__ float largest_of(float2 v) {
+    return __uint_as_float(__reduce_max_sync(FULL, max(__float_as_uint(fabsf(v.x)), __float_as_uint(fabsf(v.y)))));
+}
+
+// largest: `largest_of(v)`
+__device__ __forceinline__ Quantised quantise_row(float2 v, float largest, const float (&t)[4], int lane) {
+    const Scale o = scale_of(largest);
+    float a = divide(v.x, o.scale, o.reciprocal), b = divide(v.y, o.scale, o.reciprocal);
+    if (!o.plain) {  // the whole warp, and almost never
+        a = __fdiv_rn(v.x, o.scale);
+        b = __fdiv_rn(v.y, o.scale);
+    }
+    const int q0 = max(-127, min(127, __float2int_rn(a))), q1 = max(-127, min(127, __float2int_rn(b)));
+    const int l0 = level_of(fabsf(v.x), t), l1 = level_of(fabsf(v.y), t);
+    // sums over the channels of each level, two 16-bit sums (of at most 64 * 127) to a reduction
+    const int low = __reduce_add_sync(FULL, (l0 == 1 ? q0 : 0) + (l1 == 1 ? q1 : 0) + ((l0 == 2 ? q0 : 0) + (l1 == 2 ? q1 : 0)) * 65536);
+    const int high = __reduce_add_sync(FULL, (l0 == 3 ? q0 : 0) + (l1 == 3 ? q1 : 0) + ((l0 == 4 ? q0 : 0) + (l1 == 4 ? q1 : 0)) * 65536);
+    const int at_level[4] = {(int)(short)low, (low - (int)(short)low) >> 16, (int)(short)high, (high - (int)(short)high) >> 16};
+    int sum = 0;
+    if (lane < 4) {
+        const int bits = 2 * lane + 2;
+#pragma unroll
+        for (int l = 1; l <= 4; ++l) sum += at_level[l - 1] * level_weight(l, bits);
+    }
+    return Quantised{q0, q1, l0, l1, o.scale, sum};
+}
+
+// Second half of the preparation: INT8 activations in the order of the slots, their scales and the constant part of every sum.
 template <int ROWS>
 __device__ __forceinline__ void quantise(Input<ROWS>& tile, const float (&t)[4], int lane) {
-    constexpr int PAIRS = Input<ROWS>::PAIRS, HALVES = Input<ROWS>::HALVES;
-    u32 q_word[2][HALVES] = {}, l_word[2][HALVES] = {};  // [channel of this lane][row & 1], byte row >> 1
     float2 v[ROWS];
-    float scale[ROWS];
+    float largest[ROWS];
 #pragma unroll
-    for (int m = 0; m < ROWS; ++m) {
-        v[m] = ((const float2*)tile.entry)[m * 32 + lane];
-    }
+    for (int m = 0; m < ROWS; ++m) v[m] = ((const float2*)tile.entry)[m * 32 + lane];
     __syncwarp();
 #pragma unroll
-    for (int m = 0; m < ROWS; ++m) {
-        // of non-negative floats the bits order like integers, and a NaN is the greatest: it reaches the scale and the output
-        const u32 largest = __reduce_max_sync(FULL, max(__float_as_uint(fabsf(v[m].x)), __float_as_uint(fabsf(v[m].y))));
-        scale[m] = __uint_as_float(largest);
-    }
-#pragma unroll
-    for (int m = 0; m < ROWS; ++m) {
-        const bool plain = scale[m] > 1e-30f && scale[m] < 1e30f;
-        float seventh;
-        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(seventh) : "f"(127.f));
-        seventh = fmaf(seventh, fmaf(-127.f, seventh, 1.f), seventh);
-        float s = plain ? divide(scale[m], 127.f, seventh) : 1.f, reciprocal;
-        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(s));
-        reciprocal = fmaf(reciprocal, fmaf(-s, reciprocal, 1.f), reciprocal);
-        float a = divide(v[m].x, s, reciprocal), b = divide(v[m].y, s, reciprocal);
-        if (!plain) {  // the whole warp, and almost never
-            s = __fdiv_rn(scale[m], 127.f);
-            if (s == 0.f) s = 1.f;
-            a = __fdiv_rn(v[m].x, s);
-            b = __fdiv_rn(v[m].y, s);
-        }
-        const int q0 = max(-127, min(127, __float2int_rn(a))), q1 = max(-127, min(127, __float2int_rn(b)));
-        const int l0 = level_of(fabsf(v[m].x), t), l1 = level_of(fabsf(v[m].y), t);
-        q_word[0][m & 1] |= (u32)(q0 & 255) << (8 * (m >> 1));
-        q_word[1][m & 1] |= (u32)(q1 & 255) << (8 * (m >> 1));
-        l_word[0][m & 1] |= (u32)l0 << (8 * (m >> 1));
-        l_word[1][m & 1] |= (u32)l1 << (8 * (m >> 1));
-        // sums over the channels of each level, two 16-bit sums (of at most 64 * 127) to a reduction
-        const int low = __reduce_add_sync(FULL, (l0 == 1 ? q0 : 0) + (l1 == 1 ? q1 : 0) + ((l0 == 2 ? q0 : 0) + (l1 == 2 ? q1 : 0)) * 65536);
-        const int high = __reduce_add_sync(FULL, (l0 == 3 ? q0 : 0) + (l1 == 3 ? q1 : 0) + ((l0 == 4 ? q0 : 0) + (l1 == 4 ? q1 : 0)) * 65536);
-        const int at_level[4] = {(int)(short)low, (low - (int)(short)low) >> 16, (int)(short)high, (high - (int)(short)high) >> 16};
-        if (lane < 4) {
-            const int bits = 2 * lane + 2;
-            int sum = 0;
-#pragma unroll
-            for (int l = 1; l <= 4; ++l) sum += at_level[l - 1] * ((256 >> min(2 * l, bits)) - (256 >> bits) - 256);
-            tile.centre[m][lane] = (float)sum;
-            tile.scale[m] = s;
-        }
-    }
+    for (int m = 0; m < ROWS; ++m) largest[m] = largest_of(v[m]);
     const u32 slots = *(const u16*)&tile.slot[2 * lane];
 #pragma unroll
-    for (int p = 0; p < 4; ++p)
+    for (int m = 0; m < ROWS; ++m) {
+        const Quantised o = quantise_row(v[m], largest[m], t, lane);
+        if (lane < 4) {
+            tile.centre[m][lane] = (float)o.centre;
+            tile.scale[m] = o.scale;
+        }
 #pragma unroll
-        for (int half = 0; half < HALVES; ++half)
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {  // a byte of 127 - p + level has its top bit where level > p
-                const u32 wants = (l_word[k][half] + (127 - p) * 0x01010101u) >> 7 & 0x01010101u;
-                store_entry<PAIRS>(&tile.entry[p][slots >> (8 * k) & 255][half][0], q_word[k][half] & wants * 255);
-            }
+        for (int p = 0; p < 4; ++p) {
+            tile.entry[p][slots & 255][m] = (u8)(o.l0 > p ? o.q0 : 0);
+            tile.entry[p][slots >> 8][m] = (u8)(o.l1 > p ? o.q1 : 0);
+        }
+    }
 }
 
 // Appends the steps of planes 0 and 1 (or 2 and 3) of an input tile to the warp's list.

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from vllm_tilequant.kernels.cuda_runtime import shared_limit
-
 logger = logging.getLogger(__name__)
 
 KEY = "decode_bitplane"
@@ -30,13 +28,16 @@ PREFILL_KEY = "prefill_int8"
 class DecodeConfig:
     """How one weight shape is cut up.
 
-    splits: CTAs of a cluster that share the input tiles of one range of outputs, 1 to 16 (above 8 is beyond the portable size)
+    splits: parts of the input tiles of one range of outputs, 1 to 16; for one and two rows each has a CTA of a cluster (more
+        than 8 are beyond the portable size)
     warps_k: warps of a CTA that share input tiles further; each takes whole ones
-    warps_n: warps of a CTA over different outputs, for one and two rows; they share the CTA's preparation of the activations
-    tiles: output tiles of a warp, 4 or 8, for one and two rows
+    warps_n: warps of a CTA over different outputs; they share the CTA's preparation of the activations
+    tiles: output tiles of a warp, 4 or 8
     stages: depth of a warp's ring, in steps of 16 channels
-    many_n, many_tiles: warps_n and tiles for three and four rows
-    most_n: warps_n for five to eight rows, where a warp always has 4 tiles
+    parts: for three to eight rows, of the splits those that one CTA takes, 1 or 2
+    launch_from: the number of rows from which (and from three on) a launch of its own prepares them, 9 for none
+
+    Where it does not say so, a field is for one and two rows; more of them always take CTAs of eight warps and 512 outputs.
     """
 
     splits: int
@@ -44,31 +45,25 @@ class DecodeConfig:
     warps_n: int = 1
     tiles: int = 8
     stages: int = 4
-    many_n: int = 1
-    many_tiles: int = 4
-    most_n: int = 1
+    parts: int = 1
+    launch_from: int = 9
 
     def __post_init__(self) -> None:
-        warps = self.warps_k * max(self.warps_n, self.many_n, self.most_n)
-        if not (1 <= self.splits <= 16 and self.warps_k >= 1 and warps <= 16 and 3 <= self.stages <= 16):
+        if not (1 <= self.splits <= 16 and 1 <= self.warps_k <= self.warps_k * self.warps_n <= 16 and 3 <= self.stages <= 16):
             raise ValueError(f"{self}: wanted splits 1..16, at most 16 warps, stages 3..16")
-        if self.tiles not in (4, 8) or self.many_tiles not in (4, 8):
+        if self.tiles not in (4, 8):
             raise ValueError(f"{self}: wanted 4 or 8 tiles")
-
-    def cut(self, rows: int) -> tuple[int, int]:
-        """(output tiles of a warp, warps_n) for a number of rows."""
-        if rows <= 2:
-            return self.tiles, self.warps_n
-        return (self.many_tiles, self.many_n) if rows <= 4 else (4, self.most_n)
+        if self.parts not in (1, 2) or self.splits % self.parts:
+            raise ValueError(f"{self}: wanted one or two parts, that divide {self.splits} splits")
 
 
 #: What every CTA takes of a multiprocessor's shared memory beside its own.
 _RESERVED_BYTES = 1024
 #: Blocks of 512 outputs that a CTA may touch, and items of a chain: lanes of a warp answer for them.
 _MOST_PLACES, _MOST_PER_CHAIN = 16, 32
-#: Above two rows: warps of a CTA, CTAs of a multiprocessor that registers allow, bytes of an `Item` of the CUDA source, and the
-#: ring that its largest item takes (16 KiB, and two planes of 9 KiB).
-_DENSE_WARPS, _DENSE_RESIDENT, _ITEM_BYTES, _LARGEST_ITEM = 4, 3, 48, 34 * 1024
+#: Above two rows: CTAs of a multiprocessor that registers allow; bytes of an `Item` of the CUDA source with two barriers;
+#: bytes of the ring that an item takes at most (16 KiB, and two planes of 9 KiB).
+_DENSE_RESIDENT, _ITEM_BYTES, _LARGEST_PLANES = 2, 96, 34 * 1024
 
 
 @dataclass(frozen=True)
@@ -79,11 +74,13 @@ class StreamConfig:
     ctas: CTAs for one and two rows, and for more of them as well
     chains: runs of a CTA's items that are summed up on their own: its warps, for one and two rows
     stages: depth of a warp's ring for one and two rows, in steps of 16 channels
+    launch_from: as of `DecodeConfig`
     """
 
     ctas: int
     chains: int = 8
     stages: int = 3
+    launch_from: int = 9
 
     def __post_init__(self) -> None:
         if not (self.ctas >= 1 and 4 <= self.chains <= 20 and 3 <= self.stages <= 16):
@@ -175,7 +172,7 @@ def prefill_config(n: int, k: int, device: torch.device) -> PrefillConfig:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A launch of the CUDA kernel. tiles: output tiles of a warp; per_warp: input tiles of a warp."""
+    """A launch of the CUDA kernel for one and two rows. tiles: output tiles of a warp; per_warp: input tiles of a warp."""
 
     kernel: str
     tiles: int
@@ -188,17 +185,20 @@ class Geometry:
 @functools.cache
 def cuda_geometry(rows: int, n_tiles: int, k_tiles: int, config: DecodeConfig) -> Geometry:
     """What a launch over [n_tiles, k_tiles] takes; the bytes mirror the layout at the top of the kernel's `decode`."""
-    held = next(r for r in (1, 2, 4, 8) if r >= rows)  # rows that the kernel is compiled for
-    tiles, warps_n = config.cut(rows)
-    warps = config.warps_k * warps_n
-    per_warp = -(-k_tiles // (config.splits * config.warps_k))
-    input_bytes = -(-(128 + 256 * held + 20 * held + 4) // 16) * 16
-    sums, ring = held * tiles * 256, config.stages * tiles * 256
+    tiles, warps = config.tiles, config.warps_k * config.warps_n
+    per_warp = per_chain(k_tiles, config)
+    input_bytes = _up(128 + 256 * rows + 20 * rows + 4)
+    sums, ring = rows * tiles * 256, config.stages * tiles * 256
     kept = config.warps_k * per_warp * input_bytes + warps * (per_warp * 48 + (per_warp * 16 + config.stages - 1) * 16)
-    received = -(-rows * warps_n * tiles // config.splits) * config.splits * 256
-    shared = warps * (sums + ring if per_warp > 1 else max(sums, ring)) + (max(kept, received) if held > 2 else kept + received)
-    grid = -(-n_tiles // (tiles * warps_n)) * config.splits
-    return Geometry(f"decode_{tiles}_{held}", tiles, warps, per_warp, grid, shared)
+    received = -(-rows * config.warps_n * tiles // config.splits) * config.splits * 256
+    shared = warps * (sums + ring if per_warp > 1 else max(sums, ring)) + kept + received
+    grid = -(-n_tiles // (tiles * config.warps_n)) * config.splits
+    return Geometry(f"decode_{tiles}_{rows}", tiles, warps, per_warp, grid, shared)
+
+
+def per_chain(k_tiles: int, config: DecodeConfig) -> int:
+    """Input tiles whose sums are added up before they meet others: those of a warp, for one and two rows."""
+    return -(-k_tiles // (config.splits * config.warps_k))
 
 
 @dataclass(frozen=True)
@@ -212,85 +212,128 @@ class Multiprocessors:
 
 @dataclass(frozen=True)
 class StreamGeometry:
-    """A launch of the streaming kernels, in the words of their `Args`.
+    """How a stream is cut, in the words of `Args` of the CUDA source. shared_bytes: of the kernels for one and two rows"""
 
-    rows: that the kernel is compiled for; prepared_bytes: of an input tile's rows, where a launch of its own prepares them
-    """
-
-    rows: int
-    warps: int
     grid: int
     items: int
     most_items: int
     places: int
     per_chain: int
-    ring: int
     shared_bytes: int
-    prepared_bytes: int
 
 
 @functools.cache
 def stream_geometry(rows: int, n_tiles: int, k_tiles: int, config: StreamConfig, gpu: Multiprocessors) -> StreamGeometry:
-    """What a launch over [n_tiles, k_tiles] takes; the bytes mirror the layouts at the top of the kernels' bodies.
+    """What a launch over [n_tiles, k_tiles] takes; the bytes mirror the layout at the top of the kernel's `decode`.
 
     Raises `NotImplementedError` where a CTA's part does not fit.
     """
-    held = next(r for r in (1, 2, 4, 8) if r >= rows)
     items = -(-n_tiles // 8) * k_tiles
     grid = min(config.ctas, items)
     most = -(-items // grid)
     places = min(-(-(most - 1) // k_tiles) + 1, most)
     per_chain = -(-most // config.chains)
     fits = places <= _MOST_PLACES and per_chain <= _MOST_PER_CHAIN and items * (grid + 1) < 2**32
-    ring = prepared = 0
-    if held <= 2:
-        warps = config.chains
-        sums, stages = held * 2048, config.stages * 2048
-        kept = per_chain * (_up(132 + 276 * held) + 48) + (per_chain * 16 + config.stages - 1) * 16
-        shared = warps * ((sums + stages if per_chain > 1 else max(sums, stages)) + kept)
-        shared += (places - 1) * sums + _up(4 * (warps + 2))
-        fits = fits and shared <= gpu.cta_bytes
-    else:
-        warps = _DENSE_WARPS
-        prepared = _up(32 + 292 * held)
-        kept = most * _ITEM_BYTES + min(most, k_tiles) * prepared
-        for resident in range(min(_DENSE_RESIDENT, -(-grid // gpu.count)), 0, -1):
-            limit = min(gpu.cta_bytes, gpu.shared_bytes // resident - _RESERVED_BYTES)
-            ring = min(most * _LARGEST_ITEM, (limit - kept) // 1024 * 1024)
-            if ring >= _LARGEST_ITEM:
-                break
-        shared = ring + kept
-        fits = fits and ring >= _LARGEST_ITEM
-    if not fits:
+    shared = 0
+    if rows <= 2:
+        sums, stages = rows * 2048, config.stages * 2048
+        kept = per_chain * (_up(132 + 276 * rows) + 48) + (per_chain * 16 + config.stages - 1) * 16
+        shared = config.chains * ((sums + stages if per_chain > 1 else max(sums, stages)) + kept)
+        shared += (places - 1) * sums + _up(4 * (config.chains + 2))
+    if not fits or shared > gpu.cta_bytes:
         raise NotImplementedError(
             f"{config} for [{n_tiles * 64}, {k_tiles * 64}] and {rows} rows: {per_chain} items a chain, {places} blocks and "
             f"{shared} bytes a CTA, of which {_MOST_PER_CHAIN}, {_MOST_PLACES} and {gpu.cta_bytes} are possible: take more CTAs"
         )
-    return StreamGeometry(held, warps, grid, items, most, places, per_chain, ring, shared, prepared)
+    return StreamGeometry(grid, items, most, places, per_chain, shared)
+
+
+@dataclass(frozen=True)
+class DenseGeometry:
+    """A launch of the kernel for three to eight rows, in the words of `Args` of the CUDA source.
+
+    rows: that it is compiled for; cluster: CTAs; prepared_bytes: of an input tile's rows
+    """
+
+    rows: int
+    grid: int
+    cluster: int
+    most_items: int
+    ring: int
+    shared_bytes: int
+    prepared_bytes: int
+
+
+@functools.cache
+def dense_geometry(
+    rows: int, n_tiles: int, k_tiles: int, config: DecodeConfig | StreamConfig, gpu: Multiprocessors
+) -> DenseGeometry:
+    """What a launch over [n_tiles, k_tiles] takes; the bytes mirror the layout at the top of the kernel's `decode_dense`.
+
+    Raises `NotImplementedError` where a CTA's part does not fit.
+    """
+    held = 4 if rows <= 4 else 8
+    if isinstance(config, StreamConfig):
+        cut = stream_geometry(rows, n_tiles, k_tiles, config, gpu)
+        grid, cluster, most, received = cut.grid, 1, cut.most_items, 0
+    else:
+        cluster = config.splits // config.parts
+        grid = -(-n_tiles // 8) * cluster
+        most = config.parts * config.warps_k * per_chain(k_tiles, config)
+        received = config.splits * -(-rows * 8 // cluster) * 256
+    prepared = held * 276 + 16
+    kept = most * (_ITEM_BYTES + prepared) + 16
+    smallest = max(_LARGEST_PLANES, received)
+    ring = 0
+    for resident in range(min(_DENSE_RESIDENT, -(-grid // gpu.count)), 0, -1):
+        limit = min(gpu.cta_bytes, gpu.shared_bytes // resident - _RESERVED_BYTES)
+        ring = min(max(most * _LARGEST_PLANES, -(-received // 1024) * 1024), (limit - kept) // 1024 * 1024)
+        if ring >= min(most, 2) * smallest:
+            break
+    if ring < smallest:
+        raise NotImplementedError(
+            f"{config} for [{n_tiles * 64}, {k_tiles * 64}] and {rows} rows: {most} items leave {ring} bytes of {gpu.cta_bytes}"
+            f" to a ring that wants {smallest}: take more CTAs (fewer parts)"
+        )
+    return DenseGeometry(held, grid, cluster, most, ring, ring + kept, prepared)
 
 
 def _up(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def default_config(n: int, k: int, multiprocessors: int, limit: int) -> DecodeConfig:
+def default_config(n: int, k: int, gpu: Multiprocessors) -> DecodeConfig:
     """The documented default: clusters of 8 (fewer for few input tiles, 16 where 8 need too much shared memory), up to 8 warps
-    that take two input tiles each if that is enough, 512 outputs to a warp, or 256 where multiprocessors would be idle.
+    that take two input tiles each if that is enough, 512 outputs to a warp, or 256 where multiprocessors would be idle. Above
+    two rows a launch of its own prepares them where a CTA has more than 8 input tiles.
 
     Raises `NotImplementedError` when no cut fits the shared memory of the GPU at every number of rows.
     """
     k_tiles = k // 64
-    tiles = 8 if -(-n // 512) * 8 >= multiprocessors else 4
+    tiles = 8 if -(-n // 512) * 8 >= gpu.count else 4
     largest = next((s for s in (8, 4, 2) if k_tiles >= 4 * s), 1)
     for splits in (largest, 16):
         warps_k = min(8, -(-k_tiles // (2 * splits)))
         while warps_k:
-            config = DecodeConfig(splits=splits, warps_k=warps_k, tiles=tiles, stages=3)
-            cuts = (cuda_geometry(rows, n // 64, k_tiles, config) for rows in (1, 2, 4, 8))
-            if all(c.shared_bytes <= limit and c.per_warp <= 32 for c in cuts):
+            launch = 3 if warps_k * -(-k_tiles // (splits * warps_k)) > 8 else 9
+            config = DecodeConfig(splits=splits, warps_k=warps_k, tiles=tiles, stages=3, launch_from=launch)
+            if fits(n, k, config, gpu) and per_chain(k_tiles, config) <= 32:
                 return config
             warps_k //= 2
-    raise NotImplementedError(f"[{n}, {k}]: the activations of {k} inputs do not fit {limit} bytes of shared memory")
+    raise NotImplementedError(f"[{n}, {k}]: the activations of {k} inputs do not fit {gpu.cta_bytes} bytes of shared memory")
+
+
+def fits(n: int, k: int, config: DecodeConfig | StreamConfig, gpu: Multiprocessors) -> bool:
+    """Whether shared memory suffices at every number of rows."""
+    shape = n // 64, k // 64
+    try:
+        for rows in (4, 8):
+            dense_geometry(rows, *shape, config, gpu)
+        if isinstance(config, StreamConfig):
+            return all(stream_geometry(rows, *shape, config, gpu) for rows in (1, 2))
+    except NotImplementedError:
+        return False
+    return all(cuda_geometry(rows, *shape, config).shared_bytes <= gpu.cta_bytes for rows in (1, 2))
 
 
 @functools.cache
@@ -306,7 +349,7 @@ def decode_config(n: int, k: int, device: torch.device) -> DecodeConfig | Stream
     """Configuration of a weight [n, k] on a device: the tuned one of this GPU and shape, else the default."""
     properties = torch.cuda.get_device_properties(device)
     found = tuned(gpu_key(properties.name)).get((n, k))
-    return found or default_config(n, k, properties.multi_processor_count, shared_limit(device))
+    return found or default_config(n, k, multiprocessors(device))
 
 
 def dump(

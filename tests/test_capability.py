@@ -15,10 +15,12 @@ from vllm_tilequant.kernels.decode_weight import factor_hadamard
 from vllm_tilequant.kernels.layout import aligned_codes, hadamard_matrix
 from vllm_tilequant.kernels.tuning import (
     DecodeConfig,
+    DenseGeometry,
     Multiprocessors,
     StreamConfig,
     cuda_geometry,
     default_config,
+    dense_geometry,
     dump,
     gpu_key,
     stream_geometry,
@@ -121,14 +123,26 @@ def test_the_decode_form_holds_every_code():
         assert torch.equal(got, wanted[kt, :, nt].long()), (nt, kt)
 
 
-def fits(n: int, k: int, config: DecodeConfig, limit: int) -> None:
-    for rows in range(1, 9):
-        cut = cuda_geometry(rows, n // 64, k // 64, config)
-        assert cut.grid % config.splits == 0 and cut.per_warp <= 32 and cut.shared_bytes <= limit, (n, k, cut)
-        assert cut.per_warp * config.splits * config.warps_k * 64 >= k and cut.warps <= 16
-
-
 H200 = Multiprocessors(132, 233472, 232448)
+
+
+def clusters(n: int, k: int, config: DecodeConfig) -> None:
+    """A launch that the GPU can hold, and every input tile once."""
+    for rows in (1, 2):
+        cut = cuda_geometry(rows, n // 64, k // 64, config)
+        assert cut.grid % config.splits == 0 and cut.per_warp <= 32 and cut.shared_bytes <= H200.cta_bytes, (n, k, cut)
+        assert cut.per_warp * config.splits * config.warps_k * 64 >= k and cut.warps <= 16
+    for rows in range(3, 9):
+        dense = many_rows(rows, n, k, config)
+        assert dense.cluster * config.parts == config.splits and dense.grid == -(-n // 512) * dense.cluster
+        assert dense.most_items * dense.cluster * 64 >= k
+
+
+def many_rows(rows: int, n: int, k: int, config: DecodeConfig | StreamConfig) -> DenseGeometry:
+    dense = dense_geometry(rows, n // 64, k // 64, config, H200)
+    assert dense.shared_bytes <= H200.cta_bytes and dense.ring % 1024 == 0 and dense.rows >= rows
+    assert dense.ring >= 34 * 1024
+    return dense
 
 
 def streams(n: int, k: int, config: StreamConfig) -> None:
@@ -136,7 +150,9 @@ def streams(n: int, k: int, config: StreamConfig) -> None:
     items = -(-n // 512) * (k // 64)
     for rows in range(1, 9):
         cut = stream_geometry(rows, n // 64, k // 64, config, H200)
-        assert cut.items == items and cut.shared_bytes <= H200.cta_bytes and cut.warps <= 20
+        assert cut.items == items and cut.shared_bytes <= H200.cta_bytes
+        if rows > 2:
+            assert many_rows(rows, n, k, config).most_items == cut.most_items
         borders = [i * items // cut.grid for i in range(cut.grid + 1)]
         lengths = {b - a for a, b in zip(borders, borders[1:], strict=False)}
         assert max(lengths) == cut.most_items and min(lengths) >= cut.most_items - 1 >= 0
@@ -173,16 +189,19 @@ def test_a_tuning_file_tells_streams_from_clusters(monkeypatch):
 
 def test_configurations():
     assert gpu_key("NVIDIA H200") == "h200" and gpu_key("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
-    limit = 232448
     for n, k in ((64, 64), (4096, 14336), (28672, 4096), (8192, 28672), (2048, 64 * 300)):
-        fits(n, k, default_config(n, k, 132, limit), limit)
+        clusters(n, k, default_config(n, k, H200))
     with pytest.raises(NotImplementedError, match="shared memory"):
-        default_config(4096, 64 * 4000, 132, limit)
+        default_config(4096, 64 * 4000, H200)
     for (n, k), config in tuned("h200").items():
         if isinstance(config, DecodeConfig):
-            fits(n, k, config, limit)
+            clusters(n, k, config)
         else:
             streams(n, k, config)
+    with pytest.raises(ValueError, match="divide"):
+        DecodeConfig(8, 1, parts=3)
+    with pytest.raises(NotImplementedError, match="fewer parts"):
+        many_rows(8, 512, 64 * 256, DecodeConfig(4, 2, parts=2))
     with pytest.raises(ValueError, match="splits"):
         DecodeConfig(32, 1)
     assert '"n": 64' in dump("h200", {(64, 64): DecodeConfig(1, 1)}, {})

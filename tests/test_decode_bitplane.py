@@ -154,7 +154,7 @@ def test_dtypes_and_bias(dtype, path):
 def test_every_cut_gives_the_same_integers(splits, warps, tiles):
     case = make_case(1088, 1536, "mixed2468")
     for m, stages in ((1, 4), (2, 3), (4, 4), (7, 6)):
-        config = DecodeConfig(splits, *warps, tiles, stages, many_n=warps[1], many_tiles=tiles, most_n=warps[1])
+        config = DecodeConfig(splits, *warps, tiles, stages, parts=2 if splits % 4 == 0 else 1, launch_from=5)
         check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=config)
 
 
@@ -165,7 +165,7 @@ def test_every_cut_of_a_stream_gives_the_same_integers(ctas, chains, stages):
     """From CTAs with several blocks to one CTA an item; chains over the end of a block, and more of them than items."""
     case = make_case(1088, 1536, "mixed2468")
     for m in (1, 2, 4, 7):
-        check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=StreamConfig(ctas, chains, stages))
+        check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=StreamConfig(ctas, chains, stages, launch_from=7))
 
 
 @pytest.mark.gpu
