@@ -1,10 +1,11 @@
 // Part of decode_bitplane.cu: three to eight rows. Included there.
 //
 // With so many rows nearly every channel is wanted by one. A CTA of eight warps streams the planes of its items (512 outputs x 64 inputs)
-// in their order through one ring in shared memory, which two more warps fill; a warp multiplies one of an item's eight tiles. `ldmatrix.trans` gives a lane two
-// channels' halves of one word, two `prmt` make of two such registers one with four channels for each of two bytes, and `& (3 << 2j)` is
-// output j of the byte's four, scaled by 4^j: all eight columns of the tensor core carry rows. Planes 0 and 1 are read whole, of planes 2
-// and 3 what some row wants. The rows are quantised once, by a small launch before.
+// in their order through one ring in shared memory, which a ninth warp fills; a warp multiplies one of an item's eight tiles.
+// `ldmatrix.trans` gives a lane two channels' halves of one word, two `prmt` make of two such registers one with four channels for each of
+// two bytes, and `& (3 << 2j)` is output j of the byte's four, scaled by 4^j: all eight columns of the tensor core carry rows. Planes 0 and
+// 1 are read whole, of planes 2 and 3 what some row wants. The rows are quantised by these warps before they begin, or by a small launch
+// before (decode_inputs.cu).
 //
 // Warps do not wait for each other: each item has a barrier that tells when its bytes are there, and one that tells when all warps are through
 // with it, so that its place in the ring may be filled again.
@@ -47,7 +48,7 @@ __device__ __forceinline__ void multiply_plane(int (&sum)[4][4], u32 from, u32 s
     }
 }
 
-// Of planes 0 and 1 of an item; planes 2 and 3 behind them take rows of an odd number of 16-byte units, so that eight rows are apart. Places
+// Planes 0 and 1 of an item take so many; planes 2 and 3 behind them have rows of an odd number of 16-byte units, so that eight rows are apart. Places
 // begin on 1024 bytes: so the tensor copy's swizzle is `tile ^ input & 7`.
 constexpr u32 DENSE_BYTES = 16384;
 __device__ __forceinline__ u32 padded(u32 tiles) { return tiles ? tiles | 1 : 0; }
@@ -223,8 +224,7 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
     MARK(1);
     int early = 0;
     for (u32 end = 0; early < count && (end += items[early].bytes) <= args.ring;) ++early;
-    // [0]: of the CTA's first part, if it has two
-    Sums<ROWS> v, total, before;
+    Sums<ROWS> v, total, before;  // of a chain, of a part, and of the CTA's first part if it has two
     const int g = lane >> 2, c = lane & 3, first_row = 2 * (ROWS == 8 ? c : c & 1);
     if (warp == WARPS) {
         read_items<ROWS>(dense, items, inputs, count, early, ring, full, done, known, known + 8, lane);
