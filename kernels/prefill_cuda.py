@@ -112,18 +112,9 @@ def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def takes_rows(x: Tensor) -> bool:
-    """Whether `quantize_rows` and `quantize_and_expand` serve these rows. Rotated ones they never do."""
+    """Whether `quantize_and_expand` serves these rows. Rotated ones it never does."""
     aligned = x.data_ptr() % _ALIGNMENT == 0 and x.stride(0) * x.element_size() % _ALIGNMENT == 0
     return x.dtype in DTYPES[:2] and x.shape[1] <= MOST_INPUTS and aligned
-
-
-def quantize_rows(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `prefill_triton.quantize_rows`, for rows that `takes_rows` names."""
-    q, scale = _quantized(x)
-    grid = min(x.shape[0], _ctas(x.device))
-    args = ExpandArgs(w=_Weight(k_tiles=x.shape[1] // TILE), rows=_rows(x, unsmoothing, q, scale, 0, grid))
-    _launch_expand(args, grid, x.device, x.dtype)
-    return q, scale
 
 
 def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor) -> None:
@@ -135,7 +126,7 @@ def quantize_and_expand(
     x: Tensor, unsmoothing: Tensor | None, w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor,
     smoothing: Tensor | None, out: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`quantize_rows` and `expand` in one launch."""
+    """`prefill_triton.quantize_rows` and `expand` in one launch, for rows that `takes_rows` names."""
     q, scale = _quantized(x)
     ctas = _ctas(w.device)
     args, grid = expand_args(w, rotation, index, inverse, smoothing, out, ctas)

@@ -246,7 +246,7 @@ def prefill_linear(
         codes = workspace(x.device, n, k)
         q, scale = quantize_and_expand(x, w, p, rotation, codes, path)
     else:
-        q, scale = _quantize(x, p, rotation, path)
+        q, scale = portable.quantize_rows(x, p.unsmoothing, rotation)
     if gemm is not None and out is None and x.dtype != torch.float32 and (bias is None or bias.dtype == x.dtype):
         return gemm(q, codes, scale, p.scale, bias, x.dtype)
     y = _output(x, n, out)
@@ -264,21 +264,15 @@ def expanded(w: DecodeWeight, p: PrefillWeight) -> Tensor:
 def quantize_and_expand(
     x: Tensor, w: DecodeWeight, p: PrefillWeight, rotation: Tensor | None, out: Tensor, path: str
 ) -> tuple[Tensor, Tensor]:
-    """What comes before a long product: rows as `_quantize` makes them, and `requantize_ref`'s codes to out: [N, K] int8."""
-    if path == "cuda" and rotation is None and prefill_cuda.takes_rows(x):
-        return prefill_cuda.quantize_and_expand(x, p.unsmoothing, w, p.rotation, p.index, p.inverse, p.smoothing, out)
-    rows = _quantize(x, p, rotation, path)
-    _expand(w, p, out, path)
-    return rows
-
-
-def _quantize(x: Tensor, p: PrefillWeight, rotation: Tensor | None, path: str) -> tuple[Tensor, Tensor]:
-    """Rows by `activation_token_ref`: q [M, K] int8, scale [M, 1]."""
-    if path == "cuda" and rotation is None and prefill_cuda.takes_rows(x):
-        return prefill_cuda.quantize_rows(x, p.unsmoothing)
+    """What comes before a long product: rows by `activation_token_ref`, q [M, K] int8 and scale [M, 1]; to out, [N, K] int8,
+    `requantize_ref`'s codes."""
     from vllm_tilequant.kernels import prefill_triton
 
-    return prefill_triton.quantize_rows(x, p.unsmoothing, rotation)
+    if path == "cuda" and rotation is None and prefill_cuda.takes_rows(x):
+        return prefill_cuda.quantize_and_expand(x, p.unsmoothing, w, p.rotation, p.index, p.inverse, p.smoothing, out)
+    rows = prefill_triton.quantize_rows(x, p.unsmoothing, rotation)
+    _expand(w, p, out, path)
+    return rows
 
 
 def _expand(w: DecodeWeight, p: PrefillWeight, out: Tensor, path: str) -> None:
