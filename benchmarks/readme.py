@@ -102,13 +102,13 @@ def prefill() -> str:
             "rows": r["M"],
             "kernel": r["kernel"],
             "µs": r["us"],
-            "of which rows": r["us_prepare"],
+            "of which before the product": r["us_prepare"] + (r["us_expand"] or 0),
         }
         | {"× bf16": r["ratio_bf16"]}
         | {name: r["peers_us"][key] for name, key in PEERS.items()}
         for r in data["rows"]
     ]
-    columns = {"N × K": "", "rows": "d", "kernel": "", "µs": ".1f", "of which rows": ".1f", "× bf16": ".2f"}
+    columns = {"N × K": "", "rows": "d", "kernel": "", "µs": ".1f", "of which before the product": ".1f", "× bf16": ".2f"}
     return (
         "Prompts and batches beyond 8 rows: one linear from bf16 activations to bf16 outputs, weights with 60 % of the tiles "
         "at 4 bits, quantized rows and expanded tiles included, CUDA-graph replay over rotated weights; peers in "
@@ -117,7 +117,32 @@ def prefill() -> str:
     )
 
 
-TABLES = {"quality": quality, "decode": decode, "prefill": prefill}
+def engine() -> str:
+    """Milliseconds per output token and to the first one, of whole engines: a line for a method, a column for a batch."""
+    data = json.loads((RESULTS / "e2e.h200.json").read_text())
+    lines: dict[tuple[str, str | None], dict[str, object]] = {}
+    for r in data["rows"]:
+        line = lines.setdefault((r["method"], r["profile"]), {"method": r["method"], "profile": r["profile"]})
+        line |= {"bits held": r["resident_bits"]}
+        if r["tpot_ms"] is None:
+            long = r["prompt"]
+            line["first token, ms"] = r["ttft_ms"]
+        else:
+            line[f"{r['batch']}"] = r["tpot_ms"]
+    first = data["rows"][0]
+    batches = sorted({r["batch"] for r in data["rows"] if r["tpot_ms"] is not None})
+    columns = {"method": "", "profile": "", "bits held": ".2f"} | {f"{b}": ".2f" for b in batches} | {"first token, ms": ".0f"}
+    return (
+        f"A whole engine ({first['model']}, random weights, prompts of {first['prompt']} tokens, {first['output']} outputs, "
+        f"`max_num_seqs` {first['max_num_seqs']}, CUDA graphs): milliseconds per output token at 1 to {batches[-1]} requests, "
+        f"and to the first token of a prompt of {long}. Thresholds are set so that the loaded bits counted in the run are the "
+        f"profile's; `bits held` is memory for each weight of the linears. {data['device']}, vLLM {data['versions']['vllm']}, "
+        f"{data['measured_at'][:10]}, `python benchmarks/bench_e2e.py` ([JSON](benchmarks/results/e2e.h200.json)).\n\n"
+        f"{report.table(lines.values(), columns)}"
+    )
+
+
+TABLES = {"quality": quality, "decode": decode, "prefill": prefill, "engine": engine}
 
 
 def updated(text: str) -> str:

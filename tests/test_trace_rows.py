@@ -61,3 +61,11 @@ def test_a_case_replaces_its_own_rows(trace_rows, tmp_path):
     assert [r["share"] for r in got] == [0.75, 0.75]
     stored = json.loads(path.read_text())["rows"]
     assert [(r["batch"], r["step_us"], r["steps"]) for r in stored] == [(1, 8.0, 4)] * 2 + [(2, 8.0, 4)] * 2
+
+
+def test_the_document_shows_the_committed_traces(trace_rows):
+    import performance_tables
+
+    text = (performance_tables.ROOT / "docs" / "performance.md").read_text()
+    sys.modules.pop("performance_tables")
+    assert performance_tables.updated(text) == text, "run python benchmarks/performance_tables.py"
