@@ -6,7 +6,6 @@ python benchmarks/parallel_tables.py [--check]
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,22 +57,8 @@ TABLES = {"legal sizes": legal, "loading": loading, "scales": scales, "kl": kl}
 
 
 def updated(text: str) -> str:
-    for name, make in TABLES.items():
-        pattern = re.compile(rf"(<!-- {name}: begin[^\n]*-->\n).*?(\n<!-- {name}: end -->)", re.S)
-        text, count = pattern.subn(lambda m, make=make: m[1] + make() + m[2], text)
-        if count != 1:
-            raise SystemExit(f"{DOCUMENT} has {count} places for the table {name!r}, wanted 1")
-    return text
-
-
-def main() -> int:
-    text = DOCUMENT.read_text()
-    new = updated(text)
-    if "--check" in sys.argv:
-        return 0 if new == text else 1
-    DOCUMENT.write_text(new)
-    return 0
+    return report.with_tables(text, {name: make() for name, make in TABLES.items()})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report.rewrite(DOCUMENT, updated))

@@ -73,24 +73,8 @@ def kernels(rows: list[dict], phase: str, batch: int) -> str:
 def updated(text: str) -> str:
     data = json.loads((ROOT / "benchmarks" / "results" / "profile_step.h200.json").read_text())
     tables = {name: accounts(data["rows"], *case) for name, case in CASES.items()}
-    tables |= {f"kernels-{name}": kernels(data["rows"], *case) for name, case in CASES.items()}
-    for name, table in tables.items():
-        pattern = re.compile(rf"(<!-- {name}: begin[^\n]*-->\n).*?(\n<!-- {name}: end -->)", re.S)
-        text, count = pattern.subn(lambda m, table=table: m[1] + table + m[2], text)
-        if count != 1:
-            raise SystemExit(f"docs/performance.md has {count} places for the table {name}, wanted 1")
-    return text
-
-
-def main() -> int:
-    path = ROOT / "docs" / "performance.md"
-    text = path.read_text()
-    new = updated(text)
-    if "--check" in sys.argv:
-        return 0 if new == text else 1
-    path.write_text(new)
-    return 0
+    return report.with_tables(text, tables | {f"kernels-{name}": kernels(data["rows"], *case) for name, case in CASES.items()})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report.rewrite(ROOT / "docs" / "performance.md", updated))

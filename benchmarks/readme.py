@@ -6,7 +6,6 @@ python benchmarks/readme.py [--check]
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -147,23 +146,8 @@ TABLES = {"quality": quality, "decode": decode, "prefill": prefill, "engine": en
 
 def updated(text: str) -> str:
     """README with every marked table written anew."""
-    for name, make in TABLES.items():
-        pattern = re.compile(rf"(<!-- {name} table: begin[^\n]*-->\n).*?(\n<!-- {name} table: end -->)", re.S)
-        text, count = pattern.subn(lambda m, make=make: m[1] + make() + m[2], text)
-        if count != 1:
-            raise SystemExit(f"README.md has {count} places for the {name} table, wanted 1")
-    return text
-
-
-def main() -> int:
-    path = ROOT / "README.md"
-    text = path.read_text()
-    new = updated(text)
-    if "--check" in sys.argv:
-        return 0 if new == text else 1
-    path.write_text(new)
-    return 0
+    return report.with_tables(text, {f"{name} table": make() for name, make in TABLES.items()})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report.rewrite(ROOT / "README.md", updated))

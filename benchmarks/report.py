@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -115,3 +117,23 @@ def _first_line(*command: str) -> str | None:
         return None
     lines = done.stdout.strip().splitlines()
     return lines[0] if done.returncode == 0 and lines else None
+
+
+def with_tables(text: str, tables: Mapping[str, str]) -> str:
+    """A document with every table written anew between its marks, `<!-- NAME: begin ... -->` and `<!-- NAME: end -->`."""
+    for name, new in tables.items():
+        pattern = re.compile(rf"(<!-- {name}: begin[^\n]*-->\n).*?(\n<!-- {name}: end -->)", re.S)
+        text, count = pattern.subn(lambda m, new=new: m[1] + new + m[2], text)
+        if count != 1:
+            raise SystemExit(f"the document has {count} places for the table {name!r}, wanted 1")
+    return text
+
+
+def rewrite(document: Path, updated: Callable[[str], str]) -> int:
+    """The whole of a script that keeps a document's tables; with `--check` it only says by its exit code if they are."""
+    text = document.read_text()
+    new = updated(text)
+    if "--check" in sys.argv:
+        return 0 if new == text else 1
+    document.write_text(new)
+    return 0

@@ -49,7 +49,8 @@ __all__ = ["DecodeWeight", "decode_linear", "decode_sums", "make_ready", "prepar
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_HEADERS = tuple(_SOURCE.with_name(f"decode_{part}.cu") for part in ("ptx", "rows", "finish", "cluster", "inputs", "dense"))
+_PARTS = ("ptx", "rows", "finish", "cluster", "inputs", "dense")
+_HEADERS = (_SOURCE.with_name("ptx.cu"), *(_SOURCE.with_name(f"decode_{part}.cu") for part in _PARTS))
 _BIAS_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 #: Programmatic dependent launch: the kernel may be launched while its predecessor ends; it waits before it reads anything.
 _OVERLAP = True

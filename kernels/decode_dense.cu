@@ -99,7 +99,7 @@ __device__ __forceinline__ void read_items(const DenseArgs& dense, Item* items, 
         if (!(item.flags & THERE)) continue;
         if (lane == 0) {
             barrier_expect(barrier, DENSE_BYTES);
-            copy_box(place, dense.planes, item.index * 128, barrier);
+            copy_box(place, dense.planes, 0, item.index * 128, barrier);
         }
         u32 with = __popc(item.masks & 255), unit = item.ext, to = place + DENSE_BYTES;
         const uint4 wanted = i < early ? make_uint4(FULL, FULL, FULL, FULL) : prepared ? item.wanted : inputs[i].wanted;

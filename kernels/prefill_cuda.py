@@ -33,7 +33,7 @@ _NO_ROWS = torch.bfloat16
 #: Inputs of a row that the expansion's launch can quantise, and to how many bytes its rows must be aligned.
 MOST_INPUTS, _ALIGNMENT = 16384, 16
 _FOLDER = Path(__file__).parent
-_HEADERS = tuple(_FOLDER / f"prefill_{part}.cu" for part in ("ptx", "planes", "rows"))
+_HEADERS = (_FOLDER / "ptx.cu", *(_FOLDER / f"prefill_{part}.cu" for part in ("ptx", "planes", "rows")))
 
 
 class _Weight(ctypes.Structure):
