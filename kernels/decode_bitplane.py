@@ -26,7 +26,7 @@ from vllm_tilequant.kernels.capability import (
     unsupported_reason,
 )
 from vllm_tilequant.kernels.checked import checked_weight
-from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, tensor_map
+from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, current_stream, tensor_map
 from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, DecodeWeight, prepare
 from vllm_tilequant.kernels.reference import decode_bitplane_ref
 from vllm_tilequant.kernels.tuning import (
@@ -294,7 +294,7 @@ def _launch_cuda(
         threads=cut.warps * 32,
         cluster=config.splits,
         shared_bytes=cut.shared_bytes,
-        stream=torch.cuda.current_stream(x.device).cuda_stream,
+        stream=current_stream(x.device),
         overlap=_OVERLAP,
     )
 
@@ -303,7 +303,7 @@ def _launch_dense(args: _Args, module: Module, x: Tensor, w: DecodeWeight, confi
     """Three rows and more."""
     cut = dense_geometry(args.rows, args.n_tiles, args.k_tiles, config, multiprocessors(x.device))
     args.ring, args.most_items = cut.ring, cut.most_items
-    stream = torch.cuda.current_stream(x.device).cuda_stream
+    stream = current_stream(x.device)
     if args.rows >= config.launch_from:
         prepared = torch.empty(args.k_tiles * cut.prepared_bytes, dtype=torch.uint8, device=x.device)
         args.prepared = prepared.data_ptr()
@@ -340,6 +340,6 @@ def _launch_stream(args: _Args, module: Module, x: Tensor, w: DecodeWeight, out:
         threads=32 * config.chains,
         cluster=1,
         shared_bytes=cut.shared_bytes,
-        stream=torch.cuda.current_stream(x.device).cuda_stream,
+        stream=current_stream(x.device),
         overlap=_OVERLAP,
     )

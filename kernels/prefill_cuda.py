@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_tilequant.kernels.capability import DTYPES
-from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, nvrtc, tensor_map
+from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, current_stream, nvrtc, tensor_map
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.tuning import PrefillConfig, multiprocessors
 from vllm_tilequant.schema import TILE
@@ -177,7 +177,7 @@ def _ctas(device: torch.device) -> int:
 def _launch_expand(args: ExpandArgs, grid: int, device: torch.device, dtype: torch.dtype) -> None:
     _expand_module(device, dtype).kernel("expand").launch(
         args, grid=grid, threads=THREADS, cluster=1, shared_bytes=_EXPAND_BYTES + _STEP_BYTES * args.most_steps,
-        stream=_stream(device), overlap=True,
+        stream=current_stream(device), overlap=True,
     )  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def short(q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: T
         )
         _short_module(w.device, out.dtype, tokens).kernel("short_rows").launch(
             args, grid=grid, threads=short_threads(tokens), cluster=config.splits, shared_bytes=shared_bytes(tokens),
-            stream=_stream(w.device), overlap=True,
+            stream=current_stream(w.device), overlap=True,
         )  # fmt: skip
 
 
@@ -228,10 +228,6 @@ def _pointer(t: Tensor | None) -> int | None:
 
 def _weight(w: DecodeWeight) -> _Weight:
     return _Weight(w.codes.data_ptr(), w.meta.data_ptr(), w.factor.data_ptr(), w.out_features // TILE, w.in_features // TILE)
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
 
 
 @functools.cache

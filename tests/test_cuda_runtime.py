@@ -3,6 +3,7 @@
 import types
 
 import pytest
+import torch
 
 from vllm_tilequant.kernels import cuda_runtime
 
@@ -59,3 +60,16 @@ def test_where_the_cache_lies(monkeypatch):
     assert str(cuda_runtime.cache_folder()) == "/x/vllm_tilequant"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cuda_runtime.cache_folder().parts[-2:] == (".cache", "vllm_tilequant")
+
+
+def test_the_current_stream_is_asked_for_by_device(monkeypatch):
+    """Where torch has CUDA, this name is what Inductor's own code calls."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
+    assert cuda_runtime.current_stream(torch.device("cuda", 3)) == 1003
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_torch_s():
+    device = torch.zeros(1, device="cuda").device
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        assert cuda_runtime.current_stream(device) == torch.cuda.current_stream(device).cuda_stream != 0
