@@ -26,8 +26,8 @@ from vllm_tilequant.kernels.capability import (
     unsupported_reason,
 )
 from vllm_tilequant.kernels.checked import checked_weight
-from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, current_stream, tensor_map
-from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, DecodeWeight, prepare
+from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, current_stream
+from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, DecodeWeight, planes_map, prepare
 from vllm_tilequant.kernels.reference import decode_bitplane_ref
 from vllm_tilequant.kernels.tuning import (
     DecodeConfig,
@@ -310,10 +310,8 @@ def _launch_dense(args: _Args, module: Module, x: Tensor, w: DecodeWeight, confi
         module.kernel(f"prepare_{cut.rows}").launch(
             args, grid=args.k_tiles, threads=32 * cut.rows, cluster=1, shared_bytes=0, stream=stream, overlap=_OVERLAP
         )
-    rows = -(-args.n_tiles // BLOCK_TILES) * args.k_tiles * 2 * TILE
-    planes = tensor_map(w.codes.data_ptr(), rows, BLOCK_TILES * 16, 2 * TILE, BLOCK_TILES * 16)
     module.kernel(f"decode_dense_{cut.rows}").launch(
-        _DenseArgs((ctypes.c_ubyte * 128).from_buffer_copy(planes), args),
+        _DenseArgs((ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, BLOCK_TILES)), args),
         grid=cut.grid,
         threads=_DENSE_THREADS,
         cluster=cut.cluster,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_tilequant.kernels.cuda_runtime import tensor_map
 from vllm_tilequant.kernels.layout import (
     PackedWeight,
     check_tile_bits,
@@ -68,6 +69,12 @@ class DecodeWeight:
     @property
     def resident_bytes(self) -> int:
         return sum(t.nbytes for t in (getattr(self, f.name) for f in fields(self)) if isinstance(t, Tensor))
+
+
+def planes_map(w: DecodeWeight, tiles: int) -> bytes:
+    """Tensor map of planes 0 and 1 in boxes of both planes of so many tiles at one input tile. tiles: 4 or 8 (`tensor_map`)"""
+    rows = -(-w.out_features // (TILE * BLOCK_TILES)) * (w.in_features // TILE) * 2 * TILE
+    return tensor_map(w.codes.data_ptr(), rows, BLOCK_TILES * 16, 2 * TILE, tiles * 16)
 
 
 def prepare(w: PackedWeight, transforms: Tensor) -> DecodeWeight:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from vllm_tilequant.kernels.capability import DTYPES
-from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, current_stream, nvrtc, tensor_map
-from vllm_tilequant.kernels.decode_weight import DecodeWeight
+from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, current_stream, nvrtc
+from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, DecodeWeight, planes_map
 from vllm_tilequant.kernels.tuning import PrefillConfig, multiprocessors
 from vllm_tilequant.schema import TILE
 
 #: Rows of one CTA of the short kernel, each a compilation of its own.
 TOKENS = (16, 32, 64, 128)
-#: Threads of a CTA; tiles of 64 outputs of a block of the decode form, its bytes at one input tile.
-THREADS, BLOCK_TILES, _BLOCK_BYTES = 256, 8, 4 * 8192
+#: Threads of a CTA; bytes of a block of the decode form at one input tile.
+THREADS, _BLOCK_BYTES = 256, 4 * 8192
 #: Tiles of a CTA of the short kernel.
 SHORT_TILES = 4
 #: Most memory for sums that CTAs of the short kernel hand each other in one launch.
@@ -186,7 +186,7 @@ def short_args(
 ) -> tuple[ShortArgs, int, int, Tensor]:
     """Arguments, grid, rows of a CTA, and the memory for sums that CTAs of a cluster hand over. As `prefill_triton.short`.
 
-    planes: `planes_map(w)`
+    planes: `planes_map` of the weight, in boxes of `SHORT_TILES`
     """
     weight, rows = _weight(w), out.shape[0]
     tokens = tokens_for(rows)
@@ -200,18 +200,11 @@ def short_args(
     return args, grid, tokens, parts
 
 
-def planes_map(w: DecodeWeight) -> bytes:
-    """Tensor map of planes 0 and 1, in boxes of both planes of the tiles of a CTA at one input tile."""
-    weight = _weight(w)
-    rows = -(-weight.n_tiles // BLOCK_TILES) * weight.k_tiles * 2 * TILE
-    return tensor_map(w.codes.data_ptr(), rows, BLOCK_TILES * 16, 2 * TILE, SHORT_TILES * 16)
-
-
 def short(q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: Tensor, config: PrefillConfig) -> None:
     # Many rows take several launches, so that what is handed over stays below `PARTS_BYTES`.
     rows, n = out.shape
     most = TOKENS[-1] * max(1, PARTS_BYTES // (config.splits * n * TOKENS[-1] * 4)) if config.splits > 1 else rows
-    planes = planes_map(w)
+    planes = planes_map(w, SHORT_TILES)
     for first in range(0, rows, most):
         args, grid, tokens, _ = short_args(
             q[:, first:], scale[:, first:], w, bias, out[first : first + most], config.splits, planes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -64,3 +65,14 @@ def make_rows(m: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 0)
     if m > 1:
         x[m // 2] = 0
     return x.to(dtype)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    """vLLM sets torch's default dtype to the model's while it builds layers and loads weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

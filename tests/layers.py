@@ -99,7 +99,8 @@ def quant_config(toy):
 def prepare_for_kernels(w, transforms, dtype, activation, *, smoothing=None, int8_copy=False):
     """`dispatch.prepare` as a GPU does it, but for compiling: arranging needs none."""
     graded = decode_weight.prepare(w, transforms)
-    return LinearWeight(prefill_int8.prepare(w, graded, smoothing=smoothing), graded, w.input_rotation)
+    copy = torch.zeros(w.out_features, w.in_features, dtype=torch.int8) if int8_copy else None
+    return LinearWeight(prefill_int8.prepare(w, graded, smoothing=smoothing), graded, w.input_rotation, copy)
 
 
 def build(kind, toy, *args, prefix, **kwargs):

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from cases import MAPS, ROWS, SHAPES, THRESHOLDS, TRANSFORMS, make_case, make_rows
+from cases import MAPS, ROWS, SHAPES, THRESHOLDS, TRANSFORMS, default_dtype, make_case, make_rows
 from tolerances import OUTPUT_RMS, poison_allocator, relative_rms
 from vllm_tilequant.kernels import decode_bitplane, dispatch, prefill_int8, reference
 from vllm_tilequant.kernels.capability import MAX_ROWS
@@ -85,11 +85,8 @@ def test_the_check_at_load_sees_a_wrong_kernel(monkeypatch):
 
 @interpreted
 def test_the_check_at_load_runs_while_a_server_loads():
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         assert decode_bitplane.self_check(torch.device("cpu"), "triton") is None
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @interpreted

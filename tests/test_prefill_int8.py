@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cases import MAPS, SHAPES, TRANSFORMS, make_case, make_rows
+from cases import MAPS, SHAPES, TRANSFORMS, default_dtype, make_case, make_rows
 from tolerances import OUTPUT_RMS, poison_allocator, relative_rms
 from vllm_tilequant.kernels import decode_weight, prefill_cuda, prefill_int8, reference
 from vllm_tilequant.kernels.layout import align_codes, rotate_inputs, rotation_table, to_device
@@ -262,14 +262,10 @@ def test_the_check_at_load_sees_a_wrong_kernel(monkeypatch):
 
 
 def test_a_server_s_default_dtype_changes_nothing():
-    """vLLM sets the default dtype to the model's while it loads weights."""
     case = make_case(192, 128)
     want = served(case, "cpu", True)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         got = served(case, "cpu", True)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert got[1].factor.dtype == torch.float32 and torch.equal(got[1].factor, want[1].factor)
     for a, b in zip(got[2].tensors(), want[2].tensors(), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
@@ -277,11 +273,8 @@ def test_a_server_s_default_dtype_changes_nothing():
 
 @interpreted
 def test_the_check_at_load_runs_while_a_server_loads():
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         assert prefill_int8.self_check(torch.device("cpu"), "triton") is None
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import vllm.model_executor.layers.linear as vllm_linear
 from vllm.config import ModelConfig
 
 from cases import make_case
-from layers import Toy, build, feed, one_rank, prepare_for_kernels  # noqa: F401 - a fixture
+from layers import Toy, build, feed, one_rank, prepare_for_kernels, vllm_settings  # noqa: F401 - a fixture
 from toy import write_toy
 from vllm_tilequant import linear, ops, register
 
@@ -35,6 +35,21 @@ def test_layers_with_different_maps_look_alike_to_a_traced_model(monkeypatch):
         sizes.add(layer.weight_packed.numel())
     assert len(sizes) == 3 and all(s == seen[0] for s in seen)
     assert seen[0][1] and layer.codes_start.data_ptr() == layer.weight_packed.data_ptr()
+
+
+def test_an_int8_copy_is_a_weight(monkeypatch):
+    """What an engine that sleeps throws away, and what is handed to the product."""
+    monkeypatch.setattr(linear, "prepare", prepare_for_kernels)
+    given = []
+    monkeypatch.setattr(ops, "tile_linear", lambda x, *rest: given.append(rest[-1]) or x.new_empty(*x.shape[:-1], 128))
+    toy = Toy({"fc": (128, 64)})
+    for wanted in (False, True):
+        with vllm_settings(int8_copy=wanted):
+            layer = build(vllm_linear.ReplicatedLinear, toy, 64, 128, prefix="fc")
+            feed(layer, toy, {"fc": None})
+        layer(torch.zeros(3, 64))
+        assert given[-1] is layer.int8_copy and ("int8_copy" in dict(layer.named_parameters())) == wanted
+        assert layer.int8_copy.shape == (128, 64) if wanted else layer.int8_copy is None
 
 
 def test_a_changed_config_is_another_graph(tmp_path):

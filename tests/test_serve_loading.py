@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.models.utils import WeightsMapper
 
-from cases import TRANSFORMS, make_rows
+from cases import TRANSFORMS, default_dtype, make_rows
 from layers import PROFILES, Toy, build, feed, on_rank, one_rank, quant_config, vllm_settings  # noqa: F401 - one_rank
 from tolerances import FLOAT32_RMS, OUTPUT_RMS, relative_rms
 from vllm_tilequant import schema as s
@@ -151,16 +151,11 @@ SHARDS = {"a.gate_proj": 0, "a.up_proj": 1}
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scales_and_thresholds_stay_float32_in_a_half_precision_model(dtype):
-    """vLLM builds layers under the model's dtype as torch's default: nothing of ours may be rounded by it."""
     shapes = {"a.gate_proj": (128, 128), "a.up_proj": (128, 128)}
     toy = Toy(shapes)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         layer = build(MergedColumnParallelLinear, toy, 128, [128, 128], prefix="a.gate_up_proj", params_dtype=dtype)
         feed(layer, toy, {"a.gate_proj": 0, "a.up_proj": 1})
-    finally:
-        torch.set_default_dtype(before)
     wanted = layout.concat_outputs([toy.cases[n].weight for n in shapes])
     assert torch.equal(layer.graded_tile_scale, wanted.tile_scale) and torch.equal(layer.active_thresholds, PROFILES[0])
     assert layer.weight_dense.dtype == dtype and layer.graded_matrices.dtype == torch.float32

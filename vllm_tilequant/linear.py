@@ -87,12 +87,12 @@ class TileQuantLinearMethod(LinearMethodBase):
         layer.tilequant_graded = list(graded)
         layer.tilequant_kernel = isinstance(weight.graded, DecodeWeight)
         layer.tilequant_outputs, layer.tilequant_inputs = weight.out_features, packed.in_features
-        parameters = {n: Parameter(t, requires_grad=False) for n, t in (parameters | graded).items()}
+        # A weight like the others: a sleeping engine throws it away and makes it again, where buffers are kept on the host.
+        copy = {} if weight.copy is None else {"int8_copy": weight.copy}
+        parameters = {n: Parameter(t, requires_grad=False) for n, t in (parameters | graded | copy).items()}
         buffers = {"profile_thresholds": loaded.thresholds, "active_thresholds": torch.empty_like(loaded.thresholds[0])}
         if weight.input_rotation is not None:
             buffers["input_rotation"] = weight.input_rotation
-        if weight.copy is not None:
-            buffers["int8_copy"] = weight.copy
         if loaded.smoothing is not None:
             buffers["stored_smoothing"] = loaded.smoothing  # what is served may hold none of it: `state_hook` does
         if layer.tilequant_kernel:
@@ -102,9 +102,9 @@ class TileQuantLinearMethod(LinearMethodBase):
             buffers["codes_start"] = parameters["weight_packed"].data[:1]
         loading.release()
         held = layer.tilequant_held = self._into(held, parameters | buffers)
-        for name in parameters:
-            layer.register_parameter(name, held[name])
-        for name in ("input_rotation", "int8_copy", "stored_smoothing", *buffers):
+        for name in ("int8_copy", *parameters):
+            layer.register_parameter(name, held.get(name))
+        for name in ("input_rotation", "stored_smoothing", *buffers):
             layer.register_buffer(name, held.get(name), persistent=False)
         self.set_profile(layer, self.settings.profile)
 
