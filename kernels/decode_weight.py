@@ -30,7 +30,7 @@ BLOCK_WORDS = BLOCK_TILES * TILE // 16
 IDENTITY = 255
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, which would take twice as long: the plugin's op makes one in every call
 class DecodeWeight:
     """One linear (or several joined along their outputs) as the graded kernels read it.
 

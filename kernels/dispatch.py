@@ -18,7 +18,7 @@ from vllm_tilequant.kernels.prefill_int8 import Gemm, PrefillWeight
 GRADED_ROWS = 8
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: made in every call, as `DecodeWeight`
 class LinearWeight:
     """One linear as it is served.
 
@@ -114,7 +114,7 @@ def tile_linear(
     thresholds: [4] float32 of the active profile; graded_rows: the limit of the graded path, 0 for none;
     activation: `group64` (INT8 per row and 64 inputs) or `none`; prefill_activation and gemm as `prefill_linear` takes them.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     graded = takes_graded(rows.shape[0], graded_rows)
     if w.input_rotation is not None and (graded or isinstance(w.static, Tensor)):
         # Otherwise the prefill does, in the launch that quantises its rows.
@@ -134,4 +134,5 @@ def tile_linear(
         y = prefill_int8.prefill_linear(
             rows, w.graded, w.static, bias, rotation=w.input_rotation, activation=prefill_activation, gemm=gemm, codes=w.copy
         )
-    return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])
+    y = y if y.dtype == x.dtype else y.to(x.dtype)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_tilequant.kernels.capability import DTYPES
-from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, current_stream, nvrtc
+from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, current_stream, empty_rows, nvrtc
 from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, DecodeWeight, planes_map
 from vllm_tilequant.kernels.tuning import PrefillConfig, multiprocessors
 from vllm_tilequant.schema import TILE
@@ -31,7 +31,7 @@ _INPUTS_OF_STEP = 32768
 #: Which compilation expands without rows, any of them being right.
 _NO_ROWS = torch.bfloat16
 #: Inputs of a row that the expansion's launch can quantise, and to how many bytes its rows must be aligned.
-MOST_INPUTS, _ALIGNMENT = 16384, 16
+MOST_INPUTS, ALIGNMENT = 16384, 16
 _FOLDER = Path(__file__).parent
 _HEADERS = (_FOLDER / "ptx.cu", *(_FOLDER / f"prefill_{part}.cu" for part in ("ptx", "planes", "rows")))
 
@@ -113,13 +113,16 @@ def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
 def takes_rows(x: Tensor) -> bool:
     """Whether `quantize_and_expand` serves these rows. Rotated ones it never does."""
-    aligned = x.data_ptr() % _ALIGNMENT == 0 and x.stride(0) * x.element_size() % _ALIGNMENT == 0
+    aligned = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
     return x.dtype in DTYPES[:2] and x.shape[1] <= MOST_INPUTS and aligned
 
 
 def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor) -> None:
     args, grid = expand_args(w, rotation, index, inverse, smoothing, out, _ctas(w.device))
-    _launch_expand(args, grid, w.device, _NO_ROWS)
+    _expand_module(w.device, _NO_ROWS).kernel("expand").launch(
+        args, grid=grid, threads=THREADS, cluster=1, shared_bytes=_EXPAND_BYTES + _STEP_BYTES * args.most_steps,
+        stream=current_stream(w.device), overlap=True,
+    )  # fmt: skip
 
 
 def quantize_and_expand(
@@ -127,58 +130,65 @@ def quantize_and_expand(
     smoothing: Tensor | None, out: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`prefill_triton.quantize_rows` and `expand` in one launch, for rows that `takes_rows` names."""
-    q, scale = _quantized(x)
-    ctas = _ctas(w.device)
-    args, grid = expand_args(w, rotation, index, inverse, smoothing, out, ctas)
-    grid = max(grid, min(x.shape[0], ctas))
-    args.rows = _rows(x, unsmoothing, q, scale, first_with_rows(x.numel(), args, grid), grid)
-    _launch_expand(args, grid, w.device, x.dtype)
-    return q, scale
+    return Expansion(x.dtype, unsmoothing, w, rotation, index, inverse, smoothing)(x, out)
+
+
+class Expansion:
+    """`quantize_and_expand` for one weight, where it lies: everything but rows and `out` is looked up once."""
+
+    def __init__(
+        self, dtype: torch.dtype, unsmoothing: Tensor | None, w: DecodeWeight, rotation: Tensor, index: Tensor,
+        inverse: Tensor, smoothing: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.device, self.n_tiles, self.resident = w.device, w.out_features // TILE, _ctas(w.device)
+        self.args, self.ctas = expand_args(w, rotation, index, inverse, smoothing, None, self.resident)
+        self.args.rows.unsmoothing = _pointer(unsmoothing)
+        self.most_steps = self.args.most_steps
+        self.shared_bytes = _EXPAND_BYTES + _STEP_BYTES * self.most_steps
+        self.kernel = _expand_module(w.device, dtype).kernel("expand")
+
+    def __call__(self, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        m, k = x.shape
+        q, scale = empty_rows(m, k, torch.int8, self.device), empty_rows(m, 1, torch.float32, self.device)
+        args = ExpandArgs.from_buffer_copy(self.args)  # another thread may be here too
+        args.out = out.data_ptr()
+        rows = args.rows
+        grid, rows.first_cta, rows.per_cta = _rows_cut(m, k, self.n_tiles, self.most_steps, self.ctas, self.resident)
+        rows.x, rows.q, rows.scale = x.data_ptr(), q.data_ptr(), scale.data_ptr()
+        rows.stride, rows.count = x.stride(0), m
+        self.kernel.launch(
+            args, grid=grid, threads=THREADS, cluster=1, shared_bytes=self.shared_bytes,
+            stream=current_stream(self.device), overlap=True,
+        )  # fmt: skip
+        return q, scale
 
 
 def expand_args(
-    w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor, ctas: int
+    w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor | None, ctas: int
 ) -> tuple[ExpandArgs, int]:
     """Arguments and grid. As `prefill_triton.expand`; ctas: that run at once."""
     weight = _weight(w)
     steps = -(-weight.n_tiles // BLOCK_TILES) * weight.k_tiles
     grid = min(steps, ctas * -(-steps // (ctas * MOST_STEPS)))
     args = ExpandArgs(
-        weight, rotation.data_ptr(), index.data_ptr(), _pointer(smoothing), inverse.data_ptr(), out.data_ptr(),
+        weight, rotation.data_ptr(), index.data_ptr(), _pointer(smoothing), inverse.data_ptr(), _pointer(out),
         grid, -(-steps // grid),
     )  # fmt: skip
     return args, grid
 
 
-def first_with_rows(inputs: int, args: ExpandArgs, grid: int) -> int:
-    """The first CTA that quantises rows: CTAs with a step less than others do it alone where they have the time."""
-    steps = -(-args.w.n_tiles // BLOCK_TILES) * args.w.k_tiles
-    full = steps - (args.most_steps - 1) * args.ctas
-    return full if inputs <= _INPUTS_OF_STEP * (grid - full) else 0
-
-
-def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for INT8 rows and their scales."""
-    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    return q, torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
-
-
-def _rows(x: Tensor, unsmoothing: Tensor | None, q: Tensor, scale: Tensor, first: int, grid: int) -> _Rows:
-    return _Rows(
-        x.data_ptr(), _pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0),
-        x.shape[0], first, -(-x.shape[0] // (grid - first)),
-    )  # fmt: skip
+@functools.lru_cache(maxsize=1 << 12)
+def _rows_cut(m: int, k: int, n_tiles: int, most_steps: int, ctas: int, resident: int) -> tuple[int, int, int]:
+    """Of rows [m, k] beside the steps of `ctas` CTAs: how many CTAs there are then, the first that quantises rows, and how many
+    rows one of these takes. CTAs with a step less than others do it alone where they have the time."""
+    grid = max(ctas, min(m, resident))
+    full = -(-n_tiles // BLOCK_TILES) * (k // TILE) - (most_steps - 1) * ctas
+    first = full if m * k <= _INPUTS_OF_STEP * (grid - full) else 0
+    return grid, first, -(-m // (grid - first))
 
 
 def _ctas(device: torch.device) -> int:
     return _EXPAND_RESIDENT * multiprocessors(device).count
-
-
-def _launch_expand(args: ExpandArgs, grid: int, device: torch.device, dtype: torch.dtype) -> None:
-    _expand_module(device, dtype).kernel("expand").launch(
-        args, grid=grid, threads=THREADS, cluster=1, shared_bytes=_EXPAND_BYTES + _STEP_BYTES * args.most_steps,
-        stream=current_stream(device), overlap=True,
-    )  # fmt: skip
 
 
 def short_args(
@@ -206,9 +216,8 @@ def short(q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: T
     most = TOKENS[-1] * max(1, PARTS_BYTES // (config.splits * n * TOKENS[-1] * 4)) if config.splits > 1 else rows
     planes = planes_map(w, SHORT_TILES)
     for first in range(0, rows, most):
-        args, grid, tokens, _ = short_args(
-            q[:, first:], scale[:, first:], w, bias, out[first : first + most], config.splits, planes
-        )
+        part = (q, scale, out) if rows <= most else (q[:, first:], scale[:, first:], out[first : first + most])
+        args, grid, tokens, _ = short_args(*part[:2], w, bias, part[2], config.splits, planes)
         _short_module(w.device, out.dtype, tokens).kernel("short_rows").launch(
             args, grid=grid, threads=short_threads(tokens), cluster=config.splits, shared_bytes=shared_bytes(tokens),
             stream=current_stream(w.device), overlap=True,

@@ -34,13 +34,14 @@ from vllm_tilequant.schema import PREFILL_ACTIVATIONS, TILE
 logger = logging.getLogger(__name__)
 
 PATHS = ("cuda", "triton")
+_WANTED = ", ".join(map(str, DTYPES))
 
 #: A product of INT8 matrices with scales: (q [M, K] int8, codes [N, K] int8, row scales [M, 1] float32, output scales [N, 1]
 #: float32, bias [N] or None, dtype of the result) -> [M, N].
 Gemm = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: made in every call, as `DecodeWeight`
 class PrefillWeight:
     """What the prefill keeps beside the decode form of a weight: scales of outputs, nothing of the weight itself.
 
@@ -104,6 +105,7 @@ def _rotations(table: Tensor) -> Tensor:
 
 
 _workspaces: dict[torch.device, Tensor] = {}
+_views: dict[tuple[int, int], dict[torch.device, Tensor]] = {}
 
 
 def reserve(device: torch.device, n: int, k: int) -> None:
@@ -113,15 +115,19 @@ def reserve(device: torch.device, n: int, k: int) -> None:
     """
     held = _workspaces.get(device)
     if held is None or held.numel() < n * k:
-        _workspaces.pop(device, None)
+        for kept in [_workspaces, *_views.values()]:
+            kept.pop(device, None)
         del held  # before the larger one is allocated
         _workspaces[device] = torch.empty(n * k, dtype=torch.int8, device=device)
 
 
 def workspace(device: torch.device, n: int, k: int) -> Tensor:
     """[n, k] int8, whatever the last call left in it."""
-    reserve(device, n, k)
-    return _workspaces[device][: n * k].view(n, k)
+    views = _views.setdefault((n, k), {})
+    if device not in views:
+        reserve(device, n, k)
+        views[device] = _workspaces[device][: n * k].view(n, k)
+    return views[device]
 
 
 def compile_kernels(device: torch.device, dtype: torch.dtype, k: int, smooth: bool, rotation: Tensor | None = None) -> None:
@@ -254,6 +260,34 @@ def prefill_linear(
     return y
 
 
+class LongCall:
+    """`prefill_linear` over one weight, where it lies, for rows that take neither the short kernel nor kept codes: nothing is
+    checked again and nothing looked up. Holds no tensor, so that it may outlive the weight; whoever keeps it knows it by the
+    addresses of all tensors in `w` and `p`.
+
+    A prompt of some hundred tokens makes the GPU wait for the host, which is through with this in half of the time.
+    """
+
+    def __init__(self, w: DecodeWeight, p: PrefillWeight, dtype: torch.dtype, activation: str, gemm: Gemm) -> None:
+        """Raises `NotImplementedError` where another way has to serve."""
+        if device_path(w.device) != "cuda" or dtype not in DTYPES[:2] or w.in_features > prefill_cuda.MOST_INPUTS:
+            raise NotImplementedError
+        self.config, self.activation = prefill_config(w.out_features, w.in_features, w.device), activation
+        self.shape, self.device, self.gemm = (w.out_features, w.in_features), w.device, gemm
+        self.expand = prefill_cuda.Expansion(dtype, p.unsmoothing, w, p.rotation, p.index, p.inverse, p.smoothing)
+
+    def serves(self, x: Tensor, bias: Tensor | None) -> bool:
+        """Whether `prefill_linear` would do the same. x: [M, K] contiguous, of the dtype and on the device of this call"""
+        fits = (bias is None or bias.dtype == x.dtype) and x.data_ptr() % prefill_cuda.ALIGNMENT == 0
+        return fits and not takes_short(x.shape[0], self.config, self.activation)
+
+    def __call__(self, x: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """For what it `serves`; scale: of `p`."""
+        codes = workspace(self.device, *self.shape)
+        q, unit = self.expand(x, codes)
+        return self.gemm(q, codes, unit, scale, bias, x.dtype)
+
+
 def expanded(w: DecodeWeight, p: PrefillWeight) -> Tensor:
     """[N, K] int8: what a long product makes of the weight in every call, to be kept: 8 bits a weight."""
     out = torch.empty(w.out_features, w.in_features, dtype=torch.int8, device=w.device)
@@ -288,18 +322,17 @@ def _expand(w: DecodeWeight, p: PrefillWeight, out: Tensor, path: str) -> None:
 def check_inputs(x: Tensor, w: DecodeWeight, bias: Tensor | None) -> None:
     """Every cheap check of a launch. Raises `TypeError` or `ValueError` that names what, got, wanted and the remedy."""
     n, k = w.out_features, w.in_features
-    wanted = ", ".join(map(str, DTYPES))
     if x.dtype not in DTYPES:
-        raise TypeError(f"x is {x.dtype}, wanted one of {wanted}: convert the activations")
+        raise TypeError(f"x is {x.dtype}, wanted one of {_WANTED}: convert the activations")
     if x.ndim != 2 or x.shape[1] != k or x.shape[0] < 1:
         raise ValueError(f"x is {list(x.shape)}, wanted [1.., {k}]")
     if x.stride(1) != 1:
         raise ValueError(f"x has strides {list(x.stride())}, wanted contiguous rows: call .contiguous()")
     if bias is not None and bias.dtype not in DTYPES:
-        raise TypeError(f"bias is {bias.dtype}, wanted one of {wanted}: convert it at load")
+        raise TypeError(f"bias is {bias.dtype}, wanted one of {_WANTED}: convert it at load")
     if bias is not None and (tuple(bias.shape) != (n,) or not bias.is_contiguous()):
         raise ValueError(f"bias is {list(bias.shape)}, wanted a contiguous [{n}]")
-    for name, t in (("weight", w.codes), *((("bias", bias),) if bias is not None else ())):
+    for name, t in (("weight", w.codes), ("bias", w.codes if bias is None else bias)):
         if t.device != x.device:
             raise ValueError(f"{name} is on {t.device}, x is on {x.device}: move both to one device")
 

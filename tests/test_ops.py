@@ -9,7 +9,8 @@ import torch
 
 from cases import ROWS, THRESHOLDS, TRANSFORMS, make_case, make_rows
 from tolerances import OUTPUT_RMS, relative_rms
-from vllm_tilequant.kernels import layout, reference
+from vllm_tilequant import ops
+from vllm_tilequant.kernels import decode_weight, layout, prefill_int8, reference
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.dispatch import LinearWeight, portable_reason, prepare
 from vllm_tilequant.ops import tile_linear
@@ -116,6 +117,29 @@ def test_prompts_equal_their_reference():
     ):
         got = call(x.cuda(), w, None, thresholds, prefill=prefill).cpu()
         assert relative_rms(got, want) <= OUTPUT_RMS["bfloat16"], prefill
+
+
+def test_what_is_made_once_is_known_by_every_tensor(monkeypatch):
+    monkeypatch.setattr(ops, "_long_calls", {})
+    monkeypatch.setattr(ops, "int8_gemm", lambda device: print)
+    monkeypatch.setattr(ops, "LongCall", lambda *args: [args])
+    case = make_case(128, 320)
+    graded = decode_weight.prepare(case.weight, TRANSFORMS)
+    static = prefill_int8.prepare(case.weight, graded).tensors()
+    graded = [t for t in vars(graded).values() if isinstance(t, torch.Tensor)]
+
+    def made(static=static, graded=graded, dtype=torch.bfloat16, activation="token_smooth", n=128):
+        return ops._long_call(make_rows(20, 320, dtype), static, graded, n, activation)
+
+    first = made()
+    assert made(list(static), list(graded)) is first
+    others = [made([*static[:i], t.clone(), *static[i + 1 :]]) for i, t in enumerate(static)]
+    others += [made(graded=[*graded[:i], t.clone(), *graded[i + 1 :]]) for i, t in enumerate(graded)]
+    others += [made(dtype=torch.float16), made(activation="group64"), made(n=64)]
+    assert len({id(call) for call in (first, *others)}) == 1 + len(others) == 1 + len(static) + len(graded) + 3
+    monkeypatch.setattr(ops, "_MOST_CALLS", len(ops._long_calls))
+    made(n=192)
+    assert len(ops._long_calls) == 1 and made() is not first
 
 
 @pytest.mark.gpu

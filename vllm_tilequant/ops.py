@@ -7,7 +7,9 @@ whatever the trace saw. Inside an opaque op it stays a branch.
 # No `from __future__ import annotations` here: infer_schema reads the annotations as objects.
 
 import functools
+from contextlib import suppress
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch.library import Library, infer_schema, register_fake
@@ -16,7 +18,7 @@ from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.dispatch import LinearWeight
 from vllm_tilequant.kernels.dispatch import tile_linear as dispatch
 from vllm_tilequant.kernels.portable import PortableWeight
-from vllm_tilequant.kernels.prefill_int8 import Gemm, PrefillWeight
+from vllm_tilequant.kernels.prefill_int8 import Gemm, LongCall, PrefillWeight
 
 _NAMESPACE = "tilequant"
 
@@ -26,10 +28,11 @@ def int8_gemm(device: torch.device) -> Gemm | None:
     """vLLM's CUTLASS product for the long prefill; None where it has none for INT8: before Ampere, from Blackwell on."""
     if device.type != "cuda" or find_spec("vllm") is None or not (8, 0) <= torch.cuda.get_device_capability(device) < (10, 0):
         return None
-    from vllm import _custom_ops
+    from vllm import _custom_ops  # noqa: F401, defines what follows
 
     if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
         return None
+    product = torch.ops._C.cutlass_scaled_mm.default  # `_custom_ops`' own function takes as long again to find that this serves
 
     def gemm(
         q: torch.Tensor,
@@ -39,9 +42,34 @@ def int8_gemm(device: torch.device) -> Gemm | None:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        return _custom_ops.cutlass_scaled_mm(q, codes.t(), scale, unit, dtype, bias)
+        out = torch.empty((q.shape[0], codes.shape[0]), dtype=dtype, device=q.device)
+        product(out, q, codes.t(), scale, unit, bias)
+        return out
 
     return gemm
+
+
+_long_calls: dict[tuple[Any, ...], LongCall | None] = {}
+_MOST_CALLS = 1 << 14
+
+
+def _long_call(
+    x: torch.Tensor, static: list[torch.Tensor], graded: list[torch.Tensor], out_features: int, activation: str
+) -> LongCall | None:
+    """What was made for these tensors; None where there is none for them."""
+    key = (x.device, x.dtype, x.shape[1], out_features, activation, *map(_address, static), *map(_address, graded))
+    if key not in _long_calls:
+        if len(_long_calls) == _MOST_CALLS:
+            _long_calls.clear()  # weights that are gone
+        form, gemm = DecodeWeight(*graded, out_features, x.shape[1]), int8_gemm(x.device)
+        _long_calls[key] = None
+        if gemm is not None and form.device == x.device:
+            with suppress(NotImplementedError):
+                _long_calls[key] = LongCall(form, PrefillWeight(*static), x.dtype, activation, gemm)
+    return _long_calls[key]
+
+
+_address = torch.Tensor.data_ptr
 
 
 def _tile_linear(
@@ -65,9 +93,11 @@ def _tile_linear(
     """
     x = x.contiguous()  # the products want rows without gaps; a caller may hand over a slice
     if kernel:
-        codes, meta, factor, transform, table, arrivals = graded
-        form = DecodeWeight(codes, meta, factor, transform, table, arrivals, out_features, x.shape[-1])
-        w = LinearWeight(PrefillWeight(*static), form, input_rotation, copy)
+        if x.ndim == 2 and x.shape[0] > graded_rows and copy is None and input_rotation is None:
+            call = _long_call(x, static, graded, out_features, prefill_activation)
+            if call is not None and call.serves(x, bias):
+                return call(x, static[0], bias)
+        w = LinearWeight(PrefillWeight(*static), DecodeWeight(*graded, out_features, x.shape[-1]), input_rotation, copy)
     else:
         w = LinearWeight(static[0], PortableWeight(*graded), input_rotation)
     return dispatch(
