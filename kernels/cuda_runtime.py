@@ -202,7 +202,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[rows, columns] of a GPU, whatever lies there: asked for as Inductor's graphs do it, in a third of `torch.empty`'s time."""
+    """[rows, columns] of a GPU, whatever lies there. Asked for as Inductor's graphs do it: a third of `torch.empty`'s time."""
     if _allocate is None or torch._C._cuda_getDevice() != device.index:  # type: ignore[attr-defined]
         return torch.empty((rows, columns), dtype=dtype, device=device)
     return _allocate((rows, columns), (columns, 1), dtype)
