@@ -61,7 +61,7 @@ def _long_call(
     if key not in _long_calls:
         if len(_long_calls) == _MOST_CALLS:
             _long_calls.clear()  # weights that are gone
-        form, gemm = DecodeWeight(*graded, out_features, x.shape[1]), int8_gemm(x.device)
+        form, gemm = _decode_weight(graded, out_features, x.shape[1]), int8_gemm(x.device)
         _long_calls[key] = None
         if gemm is not None and form.device == x.device:
             with suppress(NotImplementedError):
@@ -70,6 +70,11 @@ def _long_call(
 
 
 _address = torch.Tensor.data_ptr
+
+
+def _decode_weight(tensors: list[torch.Tensor], out_features: int, in_features: int) -> DecodeWeight:
+    codes, meta, factor, transform, table, arrivals = tensors
+    return DecodeWeight(codes, meta, factor, transform, table, arrivals, out_features, in_features)
 
 
 def _tile_linear(
@@ -97,7 +102,7 @@ def _tile_linear(
             call = _long_call(x, static, graded, out_features, prefill_activation)
             if call is not None and call.serves(x, bias):
                 return call(x, static[0], bias)
-        w = LinearWeight(PrefillWeight(*static), DecodeWeight(*graded, out_features, x.shape[-1]), input_rotation, copy)
+        w = LinearWeight(PrefillWeight(*static), _decode_weight(graded, out_features, x.shape[-1]), input_rotation, copy)
     else:
         w = LinearWeight(static[0], PortableWeight(*graded), input_rotation)
     return dispatch(
