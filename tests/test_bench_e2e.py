@@ -53,3 +53,8 @@ def test_nobody_measures_before_all_have_started_nor_beside_another(bench_e2e, m
         *(("started", m) for m in ("quick", "slow")),
         *((what, m) for m in ("quick", "slow") for what in ("measures", "done")),
     ]
+
+
+def test_graphs_are_those_that_a_run_replays(bench_e2e):
+    assert bench_e2e.captured([1, 8], 128) == [1, 8, 64, 128]
+    assert bench_e2e.captured([64, 1], 129) == [1, 64]
