@@ -119,10 +119,7 @@ def takes_rows(x: Tensor) -> bool:
 
 def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor) -> None:
     args, grid = expand_args(w, rotation, index, inverse, smoothing, out, _ctas(w.device))
-    _expand_module(w.device, _NO_ROWS).kernel("expand").launch(
-        args, grid=grid, threads=THREADS, cluster=1, shared_bytes=_EXPAND_BYTES + _STEP_BYTES * args.most_steps,
-        stream=current_stream(w.device), overlap=True,
-    )  # fmt: skip
+    _launch_expand(args, grid, w.device, _NO_ROWS)
 
 
 def quantize_and_expand(
@@ -140,12 +137,10 @@ class Expansion:
         self, dtype: torch.dtype, unsmoothing: Tensor | None, w: DecodeWeight, rotation: Tensor, index: Tensor,
         inverse: Tensor, smoothing: Tensor | None,
     ) -> None:  # fmt: skip
-        self.device, self.n_tiles, self.resident = w.device, w.out_features // TILE, _ctas(w.device)
+        self.device, self.dtype, self.n_tiles, self.resident = w.device, dtype, w.out_features // TILE, _ctas(w.device)
         self.args, self.ctas = expand_args(w, rotation, index, inverse, smoothing, None, self.resident)
         self.args.rows.unsmoothing = _pointer(unsmoothing)
         self.most_steps = self.args.most_steps
-        self.shared_bytes = _EXPAND_BYTES + _STEP_BYTES * self.most_steps
-        self.kernel = _expand_module(w.device, dtype).kernel("expand")
 
     def __call__(self, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         m, k = x.shape
@@ -156,10 +151,7 @@ class Expansion:
         grid, rows.first_cta, rows.per_cta = _rows_cut(m, k, self.n_tiles, self.most_steps, self.ctas, self.resident)
         rows.x, rows.q, rows.scale = x.data_ptr(), q.data_ptr(), scale.data_ptr()
         rows.stride, rows.count = x.stride(0), m
-        self.kernel.launch(
-            args, grid=grid, threads=THREADS, cluster=1, shared_bytes=self.shared_bytes,
-            stream=current_stream(self.device), overlap=True,
-        )  # fmt: skip
+        _launch_expand(args, grid, self.device, self.dtype)
         return q, scale
 
 
@@ -189,6 +181,13 @@ def _rows_cut(m: int, k: int, n_tiles: int, most_steps: int, ctas: int, resident
 
 def _ctas(device: torch.device) -> int:
     return _EXPAND_RESIDENT * multiprocessors(device).count
+
+
+def _launch_expand(args: ExpandArgs, grid: int, device: torch.device, dtype: torch.dtype) -> None:
+    _expand_module(device, dtype).kernel("expand").launch(
+        args, grid=grid, threads=THREADS, cluster=1, shared_bytes=_EXPAND_BYTES + _STEP_BYTES * args.most_steps,
+        stream=current_stream(device), overlap=True,
+    )  # fmt: skip
 
 
 def short_args(
