@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cases import ROWS, THRESHOLDS, TRANSFORMS, make_case, make_rows
-from tolerances import OUTPUT_RMS, relative_rms
+from tolerances import OUTPUT_RMS, poison_allocator, relative_rms
 from vllm_tilequant import ops
 from vllm_tilequant.kernels import decode_weight, layout, prefill_int8, reference
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
@@ -140,6 +140,35 @@ def test_what_is_made_once_is_known_by_every_tensor(monkeypatch):
     monkeypatch.setattr(ops, "_MOST_CALLS", len(ops._long_calls))
     made(n=192)
     assert len(ops._long_calls) == 1 and made() is not first
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("smooth", [False, True])
+def test_what_is_made_once_computes_the_same(dtype, smooth):
+    def gemm(q, codes, scale, unit, bias, dtype):
+        y = torch._int_mm(q, codes.t()) * scale * unit.T
+        return (y if bias is None else y + bias).to(dtype)
+
+    n, k = 576, 1536
+    packed = layout.to_device(make_case(n, k).weight, "cuda")
+    graded = decode_weight.prepare(packed, TRANSFORMS)
+    smoothing = torch.exp(torch.randn(k, device="cuda", dtype=torch.float32) * 0.7) if smooth else None
+    static = prefill_int8.prepare(packed, graded, smoothing=smoothing)
+    bias = torch.randn(n, device="cuda").to(dtype)
+    made = prefill_int8.LongCall(graded, static, dtype, "token_smooth", gemm)
+    for m, b in ((600, None), (257, bias), (600, bias), (1200, None)):
+        x = make_rows(m, k, dtype, seed=m).cuda()
+        assert made.serves(x, b)
+        poison_allocator("cuda")
+        prefill_int8.workspace(x.device, n, k).fill_(99)
+        y = made(x, static.scale, b)
+        assert torch.equal(y, prefill_int8.prefill_linear(x, graded, static, b, gemm=gemm))
+        prefill_int8.reserve(x.device, n + m, k)  # another workspace
+    assert not made.serves(x, bias.float())
+    assert not made.serves(x[:9], None) and not made.serves(x.view(-1)[1 : 1 + 600 * k].view(600, k), None)
+    with pytest.raises(NotImplementedError):
+        prefill_int8.LongCall(graded, static, torch.float32, "token_smooth", gemm)
 
 
 @pytest.mark.gpu

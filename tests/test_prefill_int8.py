@@ -457,32 +457,6 @@ def test_the_server_s_matrix_product_gives_the_same():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("smooth", [False, True])
-def test_what_a_server_makes_once_computes_the_same(dtype, smooth):
-    def gemm(q, codes, scale, unit, bias, dtype):
-        y = torch._int_mm(q, codes.t()) * scale * unit.T
-        return (y if bias is None else y + bias).to(dtype)
-
-    n, k = 576, 1536
-    _, w, p = served(make_case(n, k), "cuda", smooth)
-    bias = torch.randn(n, device="cuda").to(dtype)
-    call = prefill_int8.LongCall(w, p, dtype, "token_smooth", gemm)
-    for m, b in ((600, None), (257, bias), (600, bias), (1200, None)):
-        x = make_rows(m, k, dtype, seed=m).cuda()
-        assert call.serves(x, b)
-        poison_allocator("cuda")
-        prefill_int8.workspace(x.device, n, k).fill_(99)
-        y = call(x, p.scale, b)
-        assert torch.equal(y, prefill_int8.prefill_linear(x, w, p, b, gemm=gemm))
-        prefill_int8.reserve(x.device, n + m, k)  # another workspace
-    assert not call.serves(x, bias.float())
-    assert not call.serves(x[:9], None) and not call.serves(x.view(-1)[1 : 1 + 600 * k].view(600, k), None)
-    with pytest.raises(NotImplementedError):
-        prefill_int8.LongCall(w, p, torch.float32, "token_smooth", gemm)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("path", prefill_int8.PATHS)
 def test_a_nan_stays_in_its_row(path):
     nan_stays_in_its_row("cuda", path)
