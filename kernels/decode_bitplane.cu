@@ -14,8 +14,8 @@
 
 #include "decode_rows.cu"
 
-#if STAMP
-#define MARK(i) if (lane == 0) args.sums[(blockIdx.x * warps + warp) * 16 + (i)] = (int)clock64()
+#if STAMP  // for `sums`: when a warp was where, and (number 15) on which multiprocessor
+#define MARK(i) if (lane == 0) args.sums[(blockIdx.x * (blockDim.x >> 5) + warp) * 16 + (i)] = (i) < 15 ? (int)clock64() : multiprocessor()
 #else
 #define MARK(i)
 #endif
@@ -31,7 +31,7 @@
 
 // A warp (k, n) of the CTA's warps_k x warps_n takes every (splits * warps_k)-th input tile and the n-th range of outputs; with STREAM a
 // run of the CTA's items, which may cross from one block to the next. Shared memory, as tuning.py counts it: sums and rings of all warps;
-// with STREAM sums of blocks that end inside a warp's run; inputs; parts; steps; what the exchange needs.
+// with STREAM sums of blocks that end inside a warp's run; inputs; parts; steps; what the exchange needs (with STREAM where runs begin).
 template <int TILES, int ROWS>
 __device__ __forceinline__ void decode(const Args& args) {
     constexpr int WORDS = TILES / 2;  // words of a channel that one lane works on
@@ -44,11 +44,8 @@ __device__ __forceinline__ void decode(const Args& args) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
 #if STREAM
     const int tpw = args.tiles_per_warp, sub = 0;
-    const u32 first = blockIdx.x * args.items / gridDim.x, count = (blockIdx.x + 1) * args.items / gridDim.x - first;
-    const u32 item_first = first + warp * count / warps, item_end = first + (warp + 1) * count / warps;
-    const int mine = item_end - item_first, first_block = first / args.k_tiles, last_block = (first + count - 1) / args.k_tiles;
-    const int my_block = item_first / args.k_tiles, my_kt = item_first - my_block * args.k_tiles;
-    auto input_tile = [&](int j) { return (my_kt + j) % args.k_tiles; };
+    const Stretch cta(args, ROWS == 1 ? args.parts : 1, warp, warps);
+    const int item_first = cta.item_first, mine = cta.mine, my_block = item_first / args.k_tiles, my_kt = item_first - my_block * args.k_tiles;
 #else
     const int warps_k = args.warps_k, warps_n = warps / warps_k, warp_k = warp % warps_k, warp_n = warp / warps_k;
     const int splits = args.splits, split = blockIdx.x % splits, first_part = blockIdx.x / splits * warps_n;
@@ -68,7 +65,7 @@ __device__ __forceinline__ void decode(const Args& args) {
     Input<ROWS>* inputs = all_inputs + warp * tpw;
     Part* parts = (Part*)(inputs + (warps - warp) * tpw) + warp * tpw;
     Step* steps = (Step*)(parts + (warps - warp) * tpw) + warp * (tpw * 16 + STAGES - 1);
-    u32* borders = (u32*)(steps + (warps - warp) * (tpw * 16 + STAGES - 1));  // [warps + 1], and one word for `exchange`
+    u32* borders = (u32*)(steps + (warps - warp) * (tpw * 16 + STAGES - 1));  // [warps + 1]
 #else
     Input<ROWS>* all_inputs = (Input<ROWS>*)(shared + warps * ring_bytes);
     Part* parts = (Part*)(all_inputs + warps_k * tpw) + warp * tpw;
@@ -82,11 +79,12 @@ __device__ __forceinline__ void decode(const Args& args) {
     const u32 ring = shared_address(own_ring);
 #if STREAM
     if (lane == 0) borders[warp] = item_first;
-    if (threadIdx.x == 0) borders[warps] = first + count;
+    if (threadIdx.x == 0) borders[warps] = cta.first + cta.count;
 #else
     cluster_started();  // nobody may send to a CTA that has not
 #endif
     MARK(0);
+    MARK(15);
 
 #pragma unroll
     for (int i = 0; i < STAGES * STAGE / 512; ++i) ((uint4*)own_ring)[i * 32 + lane] = make_uint4(0, 0, 0, 0);
@@ -96,7 +94,9 @@ __device__ __forceinline__ void decode(const Args& args) {
     if (lane < mine) my_meta = args.meta[item_first + lane];
     for (int i = lane; i < mine * 8; i += 32)
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&parts[i >> 3].factor[i & 7])), "l"(args.factor + (u64)item_first * 8 + i) : "memory");
-    const u32 transform = transforms_of(args, first_block, warp, warps, lane);
+    const int finished = cta.first_finished(warp, warps), finished_tile = cta.first_block * 8 + finished;
+    u32 transform = 255;
+    if (finished < cta.closed() * 8 && finished_tile < args.n_tiles) transform = args.transform[finished_tile];
 #else
     if (lane < tpw && k_first + lane * stride < k_end) my_meta = args.meta[block * args.k_tiles + k_first + lane * stride];
     for (int i = lane; i < tpw * 8; i += 32) {
@@ -111,27 +111,6 @@ __device__ __forceinline__ void decode(const Args& args) {
     if (warp * splits + split < tasks) my_codes = transform_codes(args, first_part * TILES + (warp * splits + split) % (warps_n * TILES), lane);
 #endif
 
-    wait_for_inputs();
-    let_next_start();
-    MARK(1);
-
-    float t4[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) t4[i] = args.thresholds[i];
-#if STREAM
-#pragma unroll 1
-    for (int j = 0; j < mine; ++j) sort_channels<ROWS>(args, inputs[j], t4, input_tile(j), lane);
-    __syncwarp();
-#else
-#pragma unroll 1
-    for (int task = warp; task < warps_k * tpw; task += warps) {
-        const int kt = split * warps_k + task / tpw + task % tpw * stride;
-        if (kt < args.k_tiles) sort_channels<ROWS>(args, all_inputs[task], t4, kt, lane);
-    }
-    __syncthreads();
-#endif
-    MARK(2);
-
     // who copies what: 16 bytes (one tile's share of one channel) per lane and copy
     constexpr int COPIES = STAGE / 512, ROWS_PER_COPY = 32 / TILES;
     const int copy_tile = lane % TILES, copy_row = lane / TILES;
@@ -143,9 +122,69 @@ __device__ __forceinline__ void decode(const Args& args) {
         copy_to[i] = ring + row * (TILES * 16) + (copy_tile ^ twist) * 16;
         copy_needs[i] = 1u << copy_tile | 256u << row;
     }
-    const u32 tiles_before = (1u << copy_tile) - 1;
-    const u8* codes = args.codes;
-    asm volatile("" : "+l"(codes));  // keeps the address in registers
+    u32 tiles_before = (1u << copy_tile) - 1;
+    const u8* words = args.codes;
+    asm volatile("" : "+l"(words));  // keeps the address in registers
+
+    const int g = lane >> 2, c = lane & 3;
+    const int twist = TILES == 8 ? c * 2 : (c & 2);
+    u32 read_from = ring + c * (TILES * 16) + (TILES == 8 ? (g ^ twist) * 16 : ((g >> 1) ^ twist) * 16 + (g & 1) * 8);
+    // B: column n = 4 * half + t; the activation goes to byte t of the word, the other bytes are zero
+    const int half = ROWS == 1 ? 0 : g >> 2, t = g & 3;
+    constexpr int SELECTS = ROWS == 1 ? 2 : 1;
+    u32 select[SELECTS];
+#pragma unroll
+    for (int q = 0; q < SELECTS; ++q) select[q] = ROWS == 1 ? (g >> 2 == q ? 0x4444u ^ 4u << (4 * t) : 0x4444u) : 0x4444u ^ 4u << (4 * t);
+    const int tile_of_lane = TILES == 8 ? g : sub + (g >> 1);
+
+    // now, while there is time
+#pragma unroll
+    for (int i = 0; i < COPIES; ++i) keep(copy_needs[i]);
+    keep(copy_to[0]);
+    keep(tiles_before);
+    keep(read_from);
+#pragma unroll
+    for (int q = 0; q < SELECTS; ++q) keep(select[q]);
+
+#if STREAM
+    // some of the first channels are wanted by all likelihood: memory would have nothing else to do
+    if (lane == 0 && mine > 0) prefetch_L2(args.codes + (u64)item_first * 16384, PREFETCHED);
+#endif
+    wait_for_inputs();
+    let_next_start();
+    MARK(1);
+
+    float t4[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) t4[i] = args.thresholds[i];
+#if STREAM
+#pragma unroll 1
+    for (int j = 0, kt = my_kt; j < mine; j += 4) {
+        Pair raw[4][ROWS];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (j + i < mine) load_rows<ROWS>(args, raw[i], kt, lane);
+            if (++kt == args.k_tiles) kt = 0;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (j + i < mine) keep_rows<ROWS>(args, inputs[j + i], raw[i], lane);
+    }
+    MARK(2);
+#else
+#pragma unroll 1
+    for (int task = warp; task < warps_k * tpw; task += warps) {
+        const int kt = split * warps_k + task / tpw + task % tpw * stride;
+        if (kt >= args.k_tiles) continue;
+        Pair raw[ROWS];
+        load_rows<ROWS>(args, raw, kt, lane);
+        keep_rows<ROWS>(args, all_inputs[task], raw, lane);
+        sort_channels<ROWS>(args, all_inputs[task], t4, lane);
+    }
+    __syncthreads();
+    MARK(2);
+#endif
+
     u32 cursor = shared_address(steps);
     auto produce = [&](u32 slot) {
         u32 unit, channels, wanted, unit_stride;
@@ -158,8 +197,8 @@ __device__ __forceinline__ void decode(const Args& args) {
             u32 channel[2];
             asm volatile("ld.shared.u8 %0, [%1];" : "=r"(channel[0]) : "r"(channels + i * ROWS_PER_COPY));
             asm volatile("ld.shared.u8 %0, [%1];" : "=r"(channel[1]) : "r"(channels + (i + 1) * ROWS_PER_COPY));
-            const u8* from0 = codes + (u64)(unit + channel[0] * unit_stride) * 16;
-            const u8* from1 = codes + (u64)(unit + channel[1] * unit_stride) * 16;
+            const u8* from0 = words + (u64)(unit + channel[0] * unit_stride) * 16;
+            const u8* from1 = words + (u64)(unit + channel[1] * unit_stride) * 16;
             asm volatile(
                 "{.reg .pred p, q;\n"
                 "setp.eq.u32 p, %4, 0;\n"
@@ -172,27 +211,53 @@ __device__ __forceinline__ void decode(const Args& args) {
         copy_commit();
     };
 
+#if STREAM
+    // An item is prepared when the ring will soon ask for its channels: the other warps' loads go on meanwhile. Only the first one keeps
+    // memory waiting, so its first loads are asked for as soon as its channels of planes 0 and 1 are known.
+    int total = 0, ready = 0, early = 0, ready_block = my_block, ready_kt = my_kt, block = my_block, kt = my_kt;
+    auto prepare = [&]() {
+        Input<ROWS>& input = inputs[ready];
+        const int at = item_first + ready;
+        const uint2 meta = make_uint2(__shfl_sync(FULL, my_meta.x, ready), __shfl_sync(FULL, my_meta.y, ready));
+        sort_channels<ROWS>(args, input, t4, lane);
+        __syncwarp();
+        u32 counts = input.counts;  // planes that none of the block's tiles has need no step
+        if (!(meta.y & 0xff)) counts &= 0x0000ffffu;
+        if (!(meta.y & 0xff00)) counts &= 0x00ffffffu;
+        list_steps<TILES, true>(args, input, counts, steps, total, meta, at, ready_block, 0, lane);
+        if (ready == 0) {
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < STAGES - 1; ++i)
+                if (i < total) produce(i * STAGE);
+            early = total;
+            MARK(3);
+        }
+        list_steps<TILES, false>(args, input, counts, steps, total, meta, at, ready_block, 0, lane);
+        quantise<ROWS>(input, t4, lane);
+        if (lane == 0) {
+            parts[ready].masks = meta.y;
+            parts[ready].counts = counts;
+            parts[ready].end = total;
+        }
+        if (++ready_kt == args.k_tiles) ready_kt = 0, ++ready_block;
+        ++ready;
+    };
+    auto end_list = [&]() {  // what the pipeline asks for beyond the end
+        if (ready == mine && lane < STAGES - 1) steps[total + lane] = Step{0, shared_address(all_inputs), 0, 0};
+        __syncwarp();
+    };
+#else
     // the first loads need nothing but the channels of planes 0 and 1; the activations are quantised while they are under way
     int total = 0;
-#if STREAM
-    auto block_of = [&](int j) { return my_block + (my_kt + j) / (int)args.k_tiles; };
-    if (mine > 0) list_steps<TILES, true>(args, inputs[0], inputs[0].counts, steps, total, my_meta, item_first, my_block, sub, lane);
-#else
     if (k_first < k_end)
         list_steps<TILES, true>(args, inputs[0], inputs[0].counts, steps, total, my_meta, block * args.k_tiles + k_first, block, sub, lane);
-#endif
     __syncwarp();
     const int early = total;
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i)
         if (i < early) produce(i * STAGE);
     MARK(3);
-#if STREAM
-#pragma unroll 1
-    for (int j = 0; j < mine; ++j) quantise<ROWS>(inputs[j], t4, lane);
-    for (int j = 0; j < mine; ++j) {
-        const int at = item_first + j, block = block_of(j);
-#else
 #pragma unroll 1
     for (int task = warp; task < warps_k * tpw; task += warps) {
         const int kt = split * warps_k + task / tpw + task % tpw * stride;
@@ -200,7 +265,6 @@ __device__ __forceinline__ void decode(const Args& args) {
     }
     for (int j = 0, kt = k_first; kt < k_end; ++j, kt += stride) {
         const int at = block * args.k_tiles + kt;
-#endif
         const uint2 meta = make_uint2(__shfl_sync(FULL, my_meta.x, j), __shfl_sync(FULL, my_meta.y, j));
         u32 counts = inputs[j].counts;  // planes that none of the warp's tiles has need no step
         if (!(meta.y >> sub & ((1u << TILES) - 1))) counts &= 0x0000ffffu;
@@ -213,32 +277,31 @@ __device__ __forceinline__ void decode(const Args& args) {
         list_steps<TILES, false>(args, inputs[j], counts, steps, total, meta, at, block, sub, lane);
     }
     if (lane < STAGES - 1) steps[total + lane] = Step{0, shared_address(all_inputs), 0, 0};  // what the pipeline asks for beyond the end
-#if STREAM
-    __syncwarp();
-#else
     __syncthreads();
-#endif
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i)
         if (i >= early) produce(i * STAGE);
     MARK(4);
-
-    const int g = lane >> 2, c = lane & 3;
-    const int twist = TILES == 8 ? c * 2 : (c & 2);
-    const u32 read_from = ring + c * (TILES * 16) + (TILES == 8 ? (g ^ twist) * 16 : ((g >> 1) ^ twist) * 16 + (g & 1) * 8);
-    // B: column n = 4 * half + t; the activation goes to byte t of the word, the other bytes are zero
-    const int half = ROWS == 1 ? 0 : g >> 2, t = g & 3;
-    constexpr int SELECTS = ROWS == 1 ? 2 : 1;
-    u32 select[SELECTS];
-#pragma unroll
-    for (int q = 0; q < SELECTS; ++q) select[q] = ROWS == 1 ? (g >> 2 == q ? 0x4444u ^ 4u << (4 * t) : 0x4444u) : 0x4444u ^ 4u << (4 * t);
-    const int tile_of_lane = TILES == 8 ? g : sub + (g >> 1);
+#endif
 
     u32 read_at = 0, write_at = (STAGES - 1) * STAGE;
 #pragma unroll 1
 #if STREAM
-    for (int j = 0; j < mine; ++j) {
-        const int kt = input_tile(j), first_tile = block_of(j) * 8;
+    for (int j = -1; j < mine; ++j) {
+#pragma unroll 1
+        while (ready < mine && (ready <= j || total < STAGES - 1 + (j < 0 ? 0 : (int)parts[j].end))) {
+            prepare();
+            __syncwarp();
+        }
+        end_list();
+        if (j < 0) {
+#pragma unroll
+            for (int i = 0; i < STAGES - 1; ++i)
+                if (i >= early) produce(i * STAGE);
+            MARK(4);
+            continue;
+        }
+        [[maybe_unused]] const int first_tile = block * 8;
         const bool fresh = j == 0 || kt == 0;  // no sum of this block yet
 #else
     for (int j = 0, kt = k_first; kt < k_end; ++j, kt += stride) {
@@ -332,7 +395,11 @@ __device__ __forceinline__ void decode(const Args& args) {
         for (int i = 0; i < SUMS_PER_LANE; ++i)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
+#if STREAM
+                float4& held = warp_sums[place_of<ROWS>(i * 2 + h, lane)];
+#else
                 float4& held = warp_sums[(i * 2 + h) * 32 + lane];
+#endif
                 float4 v = fresh ? make_float4(0.f, 0.f, 0.f, 0.f) : held;
                 float whole[4];
 #pragma unroll
@@ -356,22 +423,26 @@ __device__ __forceinline__ void decode(const Args& args) {
 #endif
             }
 #if STREAM
-        if (kt == args.k_tiles - 1 && j + 1 < mine) {  // the block's inputs end here, the run does not
-            __syncwarp();
-            float4* to = ended + (first_tile / 8 - first_block) * QUADS * 32;
+        if (++kt == args.k_tiles) {
+            kt = 0;
+            if (j + 1 < mine) {  // the block's inputs end here, the run does not
+                __syncwarp();
+                float4* to = ended + (block - cta.first_block) * QUADS * 32;
 #pragma unroll
-            for (int i = 0; i < QUADS; ++i) to[i * 32 + lane] = warp_sums[i * 32 + lane];
+                for (int i = 0; i < QUADS; ++i) to[i * 32 + lane] = warp_sums[i * 32 + lane];
+            }
+            ++block;
         }
 #endif
     }
     MARK(5);
 #if STREAM
     asm volatile("cp.async.wait_all;" ::: "memory");
+    u32 codes = 0;
+    if (transform != 255) codes = *(const u32*)(args.table + transform * 64 + 4 * (lane & 15));
     __syncthreads();
-
-    add_runs<ROWS>(args, shared, ring_bytes, ended, borders, first_block, last_block);
-    MARK(6);
-    exchange<ROWS>(args, first_block, last_block, transform, borders + warps + 1);
+    MARK(10);
+    hand_on<ROWS>(args, cta, shared, ring_bytes, ended, borders, transform, codes);
     MARK(7);
 #else
     if (k_first >= k_end)
@@ -416,16 +487,9 @@ __device__ __forceinline__ void decode(const Args& args) {
     extern "C" __global__ void __launch_bounds__(THREADS) decode_##TILES##_##ROWS(const __grid_constant__ Args args) { \
         decode<TILES, ROWS>(args);                                                                                    \
     }
-KERNEL(8, 1, 896)
+KERNEL(8, 1, STREAM ? 768 : 896)
 KERNEL(8, 2, 640)
 #if !STREAM
 KERNEL(4, 1, 896)
 KERNEL(4, 2, 768)
 #endif
-#define DENSE(ROWS)                                                                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) decode_dense_##ROWS(const __grid_constant__ DenseArgs args) {      \
-        decode_dense<ROWS>(args);                                                                                              \
-    }                                                                                                                          \
-    extern "C" __global__ void __launch_bounds__(32 * ROWS) prepare_##ROWS(const __grid_constant__ Args args) { prepare<ROWS>(args); }
-DENSE(4)
-DENSE(8)

@@ -27,7 +27,7 @@ from vllm_tilequant.kernels.capability import (
 )
 from vllm_tilequant.kernels.checked import checked_weight
 from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, current_stream
-from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, DecodeWeight, planes_map, prepare
+from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, CARRIED, DecodeWeight, carried_from, planes_map, prepare
 from vllm_tilequant.kernels.reference import decode_bitplane_ref
 from vllm_tilequant.kernels.tuning import (
     DecodeConfig,
@@ -70,7 +70,7 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_uint) for name in ("ring", "most_items")),
         ("prepared", ctypes.c_void_p),
         *((name, ctypes.c_uint) for name in ("items", "places", "chains")),
-        *((name, ctypes.c_void_p) for name in ("partial", "arrivals")),
+        *((name, ctypes.c_void_p) for name in ("partial", "carried", "arrivals")),
     ]
 
 
@@ -79,6 +79,9 @@ class _DenseArgs(ctypes.Structure):
 
     _fields_ = [("planes", ctypes.c_ubyte * 128), ("args", _Args), ("padding", ctypes.c_ubyte * 64)]
 
+
+#: Of the stream that is checked at load.
+_CHECKED_CTAS = 5
 
 #: Threads of the kernel for three to eight rows: eight warps that multiply, one that reads.
 _DENSE_THREADS = 288
@@ -166,7 +169,7 @@ def self_check(device: torch.device, path: str) -> str | None:
         x = torch.randn(MAX_ROWS, k, dtype=torch.float32, generator=torch.Generator().manual_seed(1)).bfloat16()
         thresholds = torch.tensor([0.2, 0.6, 1.0, 1.6], dtype=torch.float32)  # vLLM's default dtype is the model's meanwhile
         wanted = decode_bitplane_ref(x, packed, transforms[packed.output_transform.long()], thresholds)
-        w = prepare(packed, transforms)
+        w = prepare(packed, transforms, ctas=_CHECKED_CTAS)
     w = w.to(device)
     configs: list[DecodeConfig | StreamConfig | None] = [None]
     if path == "cuda":
@@ -174,7 +177,7 @@ def self_check(device: torch.device, path: str) -> str | None:
         configs = [replace(default, launch_from=9), replace(default, launch_from=3)]
         known = tuned(gpu_key(torch.cuda.get_device_properties(device).name)).values()
         if stream := next((c for c in known if isinstance(c, StreamConfig)), None):
-            configs.append(replace(stream, ctas=5, chains=4))
+            configs.append(replace(stream, ctas=_CHECKED_CTAS, chains=4))
     for config in configs:
         for rows in (1, 2, 3, MAX_ROWS):
             got = decode_linear(x[:rows].to(device), w, None, thresholds.to(device), path=path, config=config).cpu().double()
@@ -325,17 +328,23 @@ def _launch_stream(args: _Args, module: Module, x: Tensor, w: DecodeWeight, out:
     if out.data_ptr() % 16 or (out.stride(0) * out.element_size()) % 16:
         raise ValueError(f"out has strides {list(out.stride())}, wanted rows on 16-byte borders: pass a contiguous tensor")
     cut = stream_geometry(args.rows, args.n_tiles, args.k_tiles, config, multiprocessors(x.device))
-    held = next(r for r in (1, 2, 4, 8) if r >= args.rows)  # rows that the kernel is compiled for
-    partial = torch.empty(cut.grid * cut.places * held * BLOCK_TILES * TILE, dtype=torch.float32, device=x.device)
     args.tiles_per_warp, args.chains, args.items, args.places = cut.per_chain, config.chains, cut.items, cut.places
-    args.partial, args.arrivals = partial.data_ptr(), w.arrivals.data_ptr()
-    if args.rows > 2:
+    args.arrivals = w.arrivals.data_ptr()
+    if not cut.few:
+        held = 4 if args.rows <= 4 else 8  # rows that the kernel is compiled for
+        partial = torch.empty(cut.grid * cut.places * held * BLOCK_TILES * TILE, dtype=torch.float32, device=x.device)
+        args.partial = partial.data_ptr()
         _launch_dense(args, module, x, w, config)
         return
+    carried = carried_from(w.meta.shape[0])
+    if w.arrivals.numel() < carried + CARRIED * cut.grid:
+        raise ValueError(f"the weight has no room for the sums of {cut.grid} CTAs: prepare it with ctas={config.ctas}")
+    args.parts = cut.parts
+    args.carried = w.arrivals.data_ptr() + 4 * carried
     module.kernel(f"decode_8_{args.rows}").launch(
         args,
-        grid=cut.grid,
-        threads=32 * config.chains,
+        grid=cut.grid // cut.parts,
+        threads=32 * config.chains * cut.parts,
         cluster=1,
         shared_bytes=cut.shared_bytes,
         stream=current_stream(x.device),

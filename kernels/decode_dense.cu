@@ -360,3 +360,11 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
 #endif
     MARK(7);
 }
+
+#define DENSE(ROWS)                                                                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) decode_dense_##ROWS(const __grid_constant__ DenseArgs args) {      \
+        decode_dense<ROWS>(args);                                                                                              \
+    }                                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(32 * ROWS) prepare_##ROWS(const __grid_constant__ Args args) { prepare<ROWS>(args); }
+DENSE(4)
+DENSE(8)

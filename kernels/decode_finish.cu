@@ -2,9 +2,11 @@
 //
 // The weight is a sequence of items, each 512 outputs (a block) x 64 inputs. Every CTA takes a stretch of items of the same length, so that
 // all multiprocessors finish together whatever the shape. Items add up in chains (runs of a CTA's items: its warps', for one and two
-// rows), chains of a block in ascending order, and the parts of CTAs in global memory: the last to arrive finishes the block.
+// rows), chains of a block in ascending order, and then the parts of CTAs, which meet in global memory: those number 0, 2, 4 ..., those
+// number 1, 3, 5 ..., and the two sums. For one and two rows a CTA hands its part on to the one that has the block's last item
+// (`hand_on`); more rows count parts, and the last to arrive finishes the block (`exchange`).
 //
-// In `partial`, output 16 w + 4 (2 b + y) + 2 h + z of a tile (b, y, h, z bits) lies at 16 w + 8 h + 4 b + 2 z + y, as the tensor core
+// In `partial` and `carried`, output 16 w + 4 (2 b + y) + 2 h + z of a tile (b, y, h, z bits) lies at 16 w + 8 h + 4 b + 2 z + y, as the tensor core
 // leaves them. Sixteen lanes hold a tile's row, four values each: lane bits w, h, b, register bits z, y.
 
 // A row in half a warp: times diag(r), times H, and of that element `code & 63` wherever a code asks, with its left sign over 8.
@@ -44,28 +46,41 @@ __device__ __forceinline__ void restore(float (&v)[4], u32 codes, bool rotated, 
     for (int e = 0; e < 4; ++e) v[e] = out[e];
 }
 
-// Adds the parts that CTAs `first` to `last` left of an output tile, and writes its outputs. The order is the same for every ROWS: parts
-// number 0, 2, 4 ..., parts number 1, 3, 5 ..., and the two sums. shift: by how many blocks this one lies behind the first one of CTA
-// `first`; of the others it is the first.
+// Four outputs of row m from number n on.
+__device__ __forceinline__ void write_outputs(const Args& args, int m, int n, float (&y)[4]) {
+    if (args.bias)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) y[e] += load_bias(args.bias, n + e, args.bias_type);
+#if XTYPE == 2
+    *(float4*)((float*)args.y + m * args.y_stride + n) = make_float4(y[0], y[1], y[2], y[3]);
+#else
+    u16 h[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) h[e] = to_half(y[e], XTYPE);
+    *(uint2*)((u16*)args.y + m * args.y_stride + n) = make_uint2(h[0] | (u32)h[1] << 16, h[2] | (u32)h[3] << 16);
+#endif
+}
+
+// Adds the parts that CTAs `first` to `last` left of an output tile, and writes its outputs. shift: by how many blocks this one lies
+// behind the first one of CTA `first`; of the others it is the first.
 template <int ROWS>
 __device__ __forceinline__ void finish(const Args& args, int block, int tile, u32 first, u32 last, u32 shift, u32 transform, int lane) {
-    constexpr int PAIRS = (ROWS + 1) / 2, BATCH = ROWS == 1 ? 12 : ROWS == 2 ? 6 : ROWS == 4 ? 3 : 2;  // of two parts
+    constexpr int PAIRS = ROWS / 2, BATCH = ROWS == 4 ? 3 : 2;  // of rows; of two parts
     const int half = lane >> 4, column = 4 * (lane & 15), n = (block * 8 + tile) * 64 + column;
     const u32 codes = transform == 255 ? 0 : *(const u32*)(args.table + transform * 64 + column);
-    const float* from = args.partial + (ROWS == 1 ? 0 : half * 512) + tile * 64 + column;
-    constexpr int EACH = ROWS == 1 ? 1 : 2;  // one row: half a warp takes the even parts, the other half the odd ones
-    float4 sum[PAIRS][EACH];
+    const float* from = args.partial + half * 512 + tile * 64 + column;
+    float4 sum[PAIRS][2];
 #pragma unroll
     for (int q = 0; q < PAIRS; ++q)
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) sum[q][e] = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int e = 0; e < 2; ++e) sum[q][e] = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-    for (u32 s = first + (ROWS == 1 ? half : 0); s <= last; s += 2 * BATCH) {
-        float4 part[BATCH][EACH][PAIRS];
+    for (u32 s = first; s <= last; s += 2 * BATCH) {
+        float4 part[BATCH][2][PAIRS];
 #pragma unroll
         for (int u = 0; u < BATCH; ++u)
 #pragma unroll
-            for (int e = 0; e < EACH; ++e) {
+            for (int e = 0; e < 2; ++e) {
                 const u32 cta = s + 2 * u + e;
 #pragma unroll
                 for (int q = 0; q < PAIRS; ++q) {
@@ -77,7 +92,7 @@ __device__ __forceinline__ void finish(const Args& args, int block, int tile, u3
 #pragma unroll
         for (int u = 0; u < BATCH; ++u)
 #pragma unroll
-            for (int e = 0; e < EACH; ++e)
+            for (int e = 0; e < 2; ++e)
 #pragma unroll
                 for (int q = 0; q < PAIRS; ++q) {
                     sum[q][e].x += part[u][e][q].x;
@@ -89,31 +104,11 @@ __device__ __forceinline__ void finish(const Args& args, int block, int tile, u3
     __syncwarp();
 #pragma unroll
     for (int q = 0; q < PAIRS; ++q) {
-        float y[4] = {sum[q][0].x, sum[q][0].y, sum[q][0].z, sum[q][0].w};
-        if (ROWS == 1) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) y[e] += __shfl_xor_sync(FULL, y[e], 16);
-        } else {
-            const float4& odd = sum[q][EACH - 1];
-            y[0] += odd.x;
-            y[1] += odd.y;
-            y[2] += odd.z;
-            y[3] += odd.w;
-        }
+        const float4 &even = sum[q][0], &odd = sum[q][1];
+        float y[4] = {even.x + odd.x, even.y + odd.y, even.z + odd.z, even.w + odd.w};
         restore(y, codes, transform != 255, lane);
         const int m = 2 * q + half;
-        if (m >= args.rows) continue;
-        if (args.bias)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) y[e] += load_bias(args.bias, n + e, args.bias_type);
-#if XTYPE == 2
-        *(float4*)((float*)args.y + m * args.y_stride + n) = make_float4(y[0], y[1], y[2], y[3]);
-#else
-        u16 h[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) h[e] = to_half(y[e], XTYPE);
-        *(uint2*)((u16*)args.y + m * args.y_stride + n) = make_uint2(h[0] | (u32)h[1] << 16, h[2] | (u32)h[3] << 16);
-#endif
+        if (m < args.rows) write_outputs(args, m, n, y);
     }
 }
 
@@ -157,28 +152,161 @@ __device__ __forceinline__ void exchange(const Args& args, int first_block, int 
     }
 }
 
-// One and two rows: the runs of a CTA's warps add up in ascending order. sums: [warps] of `bytes`, each [QUADS][32] accumulators of the
-// tensor core; ended: [places - 1] of the same, of blocks that end inside a run; borders: [warps + 1] first items of the runs.
+// One and two rows: where in a warp's sums the accumulators number `quad` of a lane lie, so that neither those who write nor `own_sum` meet
+// in a bank.
 template <int ROWS>
-__device__ __forceinline__ void add_runs(const Args& args, const u8* sums, int bytes, const float4* ended, const u32* borders, int first_block, int last_block) {
-    constexpr int QUADS = 4 * ROWS;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = lane >> 2, c = lane & 3;
-    for (int place = 0; place <= last_block - first_block; ++place) {
-        const u32 from = (first_block + place) * args.k_tiles, to = from + args.k_tiles;
-        for (int quad = warp; quad < QUADS; quad += warps) {
-            float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-            for (int w = 0; w < warps; ++w) {
-                const u32 begin = borders[w], end = borders[w + 1];
-                if (begin == end || begin >= to || end <= from) continue;
-                const float4 more = (end > to ? ended + place * QUADS * 32 : (const float4*)(sums + w * bytes))[quad * 32 + lane];
-                v.x += more.x;
-                v.y += more.y;
-                v.z += more.z;
-                v.w += more.w;
-            }
-            const int m = ROWS == 1 ? 0 : c >> 1, word = ROWS == 1 ? quad / 2 * 2 + (c >> 1) : quad / 2;
-            *(float4*)(args.partial + ((u64)(blockIdx.x * args.places + place) * ROWS + m) * 512 + g * 64 + word * 16 + (quad & 1) * 8 + (c & 1) * 4) = v;
+__device__ __forceinline__ int place_of(int quad, int lane) { return quad * 32 + (lane ^ (ROWS == 1 ? (quad & 1) << 2 : (quad & 3) << 1)); }
+
+// One and two rows: of a tile, the sum of the warps `mine` in ascending order, a float4 to a lane, where `restore` wants it. sums: [warps] of
+// `bytes`, each [QUADS][32] accumulators of the tensor core; ended: the same of a block that ends inside a run, for warps `beyond`. have: all
+// that some lane wants.
+template <int ROWS>
+__device__ __forceinline__ float4 own_sum(const u8* sums, int bytes, const float4* ended, u32 have, u32 mine, u32 beyond, int tile, int lane) {
+    const int l = lane & 15, quad = (ROWS == 1 ? l >> 3 : l >> 2) * 2 + (l >> 1 & 1), c = (ROWS == 1 ? l >> 2 & 1 : lane >> 4) * 2 + (l & 1);
+    const int at = place_of<ROWS>(quad, tile * 4 + c);
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+    for (int w = __ffs(have) - 1; have >> w; w += 4) {
+        float4 more[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            more[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+            const float4* held = beyond >> (w + i) & 1 ? ended : (const float4*)(sums + (w + i) * bytes);
+            if (mine >> (w + i) & 1) more[i] = held[at];
         }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            v.x += more[i].x;
+            v.y += more[i].y;
+            v.z += more[i].z;
+            v.w += more[i].w;
+        }
+    }
+    return v;
+}
+
+// A sum as it is handed on: 0 stands for nothing yet, so that zero becomes negative zero, which adds as little.
+__device__ __forceinline__ u32 handed(float v) { return v == 0.f ? 0x80000000u : __float_as_uint(v); }
+
+// One and two rows: what a CTA takes. Of the stretches that the weight is cut into one, or for one row two, each with its share of the warps.
+struct Stretch {
+    int chains;                   // warps of a part
+    u32 first_part, first, count; // its number, items
+    u32 item_first;               // of the warp's run
+    int mine, first_block, last_block;
+    int others;                   // parts of the first block that other CTAs have
+    bool open;                    // the last block goes on in the next CTA
+
+    __device__ __forceinline__ Stretch(const Args& args, int parts, int warp, int warps) {
+        const u32 cut = gridDim.x * parts;
+        auto begin = [&](u32 part) { return part * args.items / cut; };
+        chains = warps / parts;
+        first_part = blockIdx.x * parts;
+        first = begin(first_part);
+        count = begin(first_part + parts) - first;
+        const u32 part = first_part + warp / chains, part_count = begin(part + 1) - begin(part), chain = warp % chains;
+        item_first = begin(part) + chain * part_count / chains;
+        mine = begin(part) + (chain + 1) * part_count / chains - item_first;
+        first_block = first / args.k_tiles;
+        last_block = (first + count - 1) / args.k_tiles;
+        others = max(0, (int)(first_part - (first_block * args.k_tiles * cut + cut - 1) / args.items));
+        open = (first + count) % args.k_tiles != 0;
+    }
+    __device__ __forceinline__ int closed() const { return last_block - first_block + !open; }
+    // The first tile that a warp finishes, of all of the closed blocks. `hand_on` has the tiles of an open one before.
+    __device__ __forceinline__ int first_finished(int warp, int warps) const {
+        return open && warp < 8 ? warp + (8 - warp + warps - 1) / warps * warps - 8 : warp - (open ? 8 : 0);
+    }
+};
+
+// A CTA hands on its sums of the block that it leaves unfinished, and finishes those whose last item it has, with what the CTAs before hand
+// on: it waits for these alone, which have begun before it. Its own parts are the last ones: of two (one row), that of its first `chains`
+// warps comes first. sums, bytes: as `own_sum` wants them; ended: [places - 1] of the same, of blocks that end inside a run; borders:
+// [warps + 1] first items of the runs; transform, codes: of the first tile that this warp finishes.
+template <int ROWS>
+__device__ __forceinline__ void hand_on(const Args& args, const Stretch& cta, const u8* sums, int bytes, const float4* ended, const u32* borders, u32 transform, u32 codes) {
+    constexpr int EACH = ROWS == 1 ? 1 : 2, BATCH = ROWS == 1 ? 9 : 5;  // one row: half a warp takes the even parts, the other half the odd ones
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, half = lane >> 4, column = 4 * (lane & 15);
+    const int handed_on = cta.open ? 8 : 0, tasks = cta.closed() * 8 + handed_on;
+    u32 begin = 0, end = 0;  // lane l: of warp l
+    if (lane < warps) begin = borders[lane], end = borders[lane + 1];
+#pragma unroll 1
+    for (int task = warp; task < tasks; task += warps) {  // what others wait for, first
+        const int tile = task & 7, place = task < handed_on ? cta.closed() : (task - handed_on) >> 3, block = cta.first_block + place;
+        if (block * 8 + tile >= args.n_tiles) continue;
+        const int before = place > 0 ? 0 : cta.others;  // parts of other CTAs
+        const u32 from_item = block * args.k_tiles, to_item = from_item + args.k_tiles;
+        const u32 have = __ballot_sync(FULL, begin < end && begin < to_item && end > from_item), beyond = __ballot_sync(FULL, begin < to_item && end > to_item);
+        u32 mine = have;
+        if (ROWS == 1) {  // half a warp to a part: the first one if it is to be handed on, otherwise whose number fits
+            const u32 of_first = have & ((1u << cta.chains) - 1), of_second = have & ~of_first;
+            if (task < handed_on)
+                mine = half ? of_second : of_first;
+            else
+                mine = half == (before & 1) ? (of_first ? of_first : of_second) : of_first ? of_second : 0;
+        }
+        const float4 own = own_sum<ROWS>(sums, bytes, ended + place * ROWS * 128, have, mine, beyond, tile, lane);
+        const int offset = (ROWS == 1 ? 0 : half * 512) + tile * 64 + column;
+        if (task < handed_on) {
+            if (mine)
+                store_shared_by_all(args.carried + (cta.first_part + (ROWS == 1 ? half : 0)) * (ROWS * 512) + offset, make_uint4(handed(own.x), handed(own.y), handed(own.z), handed(own.w)));
+            continue;
+        }
+        float4 sum[EACH];
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) sum[e] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+        for (int s = ROWS == 1 ? half : 0; s < before; s += 2 * BATCH) {
+            u32* from = args.carried + (u64)(cta.first_part - before + s) * (ROWS * 512) + offset;
+            uint4 part[BATCH][EACH];
+            u32 least;  // 0 as long as something is missing
+            do {
+                least = 1;
+#pragma unroll
+                for (int u = 0; u < BATCH; ++u)
+#pragma unroll
+                    for (int e = 0; e < EACH; ++e)
+                        if (s + 2 * u + e < before) part[u][e] = load_shared_by_all(from + (2 * u + e) * (ROWS * 512));
+#pragma unroll
+                for (int u = 0; u < BATCH; ++u)
+#pragma unroll
+                    for (int e = 0; e < EACH; ++e)
+                        if (s + 2 * u + e < before) least = min(min(least, min(part[u][e].x, part[u][e].y)), min(part[u][e].z, part[u][e].w));
+            } while (least == 0);
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u)
+#pragma unroll
+                for (int e = 0; e < EACH; ++e)
+                    if (s + 2 * u + e < before) {
+                        store_shared_by_all(from + (2 * u + e) * (ROWS * 512), make_uint4(0, 0, 0, 0));
+                        sum[e].x += __uint_as_float(part[u][e].x);
+                        sum[e].y += __uint_as_float(part[u][e].y);
+                        sum[e].z += __uint_as_float(part[u][e].z);
+                        sum[e].w += __uint_as_float(part[u][e].w);
+                    }
+        }
+        float4& with = ROWS == 1 || !(before & 1) ? sum[0] : sum[EACH - 1];
+        with.x += own.x;
+        with.y += own.y;
+        with.z += own.z;
+        with.w += own.w;
+        __syncwarp();
+        float y[4] = {sum[0].x, sum[0].y, sum[0].z, sum[0].w};
+        if (ROWS == 1) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) y[e] += __shfl_xor_sync(FULL, y[e], 16);
+        } else {
+            const float4& odd = sum[EACH - 1];
+            y[0] += odd.x;
+            y[1] += odd.y;
+            y[2] += odd.z;
+            y[3] += odd.w;
+        }
+        if (task != handed_on + cta.first_finished(warp, warps)) {
+            transform = args.transform[block * 8 + tile];
+            codes = transform == 255 ? 0 : *(const u32*)(args.table + transform * 64 + column);
+        }
+        restore(y, codes, transform != 255, lane);
+        if (ROWS == 2 || half == 0) write_outputs(args, half, (block * 8 + tile) * 64 + column, y);
     }
 }

@@ -29,9 +29,19 @@ __device__ __forceinline__ void cluster_started() { asm volatile("barrier.cluste
 
 // Orders this thread's accesses to global memory before and after it, for all threads of the GPU.
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// Four words that other CTAs may write at the same time: each is the old one or the new one.
+__device__ __forceinline__ uint4 load_shared_by_all(const u32* from) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_shared_by_all(u32* to, uint4 v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 
 // Keeps a value in registers instead of computing it again.
 __device__ __forceinline__ void keep(const u8*& v) { asm volatile("" : "+l"(v)); }
+__device__ __forceinline__ void keep(u32& v) { asm volatile("" : "+r"(v)); }
 
 // d += a b: 16 x 32 unsigned by 32 x 8 signed bytes. With FREE the compiler may move it.
 template <bool FREE>
@@ -51,4 +61,13 @@ __device__ __forceinline__ float reciprocal_approx(float v) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
     return r;
+}
+
+// Into the L2 cache.
+__device__ __forceinline__ void prefetch_L2(const u8* from, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory"); }
+
+__device__ __forceinline__ int multiprocessor() {
+    int id;
+    asm("mov.u32 %0, %%smid;" : "=r"(id));
+    return id;
 }

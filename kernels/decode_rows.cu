@@ -31,12 +31,13 @@ struct Args {
     int* sums;               // [rows, k_tiles, n_tiles * 64], only with SUMS
     long long x_stride, y_stride;
     int rows, n_tiles, k_tiles, tiles_per_warp, splits, warps_k, bias_type;
-    int parts;               // decode_dense.cu: of the splits, those of a CTA
+    int parts;               // decode_dense.cu: of the splits, those of a CTA; with STREAM and one row, of the stretches
     u32 ring, most_items;    // decode_dense.cu: bytes; items of a CTA
     u8* prepared;            // decode_dense.cu: [k_tiles] `Prepared`, made by a launch before; or null
     // the rest only with STREAM
     u32 items, places, chains;  // places: blocks of a CTA; chains: see decode_finish.cu
     float* partial;          // [CTAs, places, ROWS, 8, 64]: sums over a CTA's part of the inputs, for each of its blocks
+    u32* carried;            // [CTAs, ROWS, 8, 64] zeros before and after: what a CTA hands on of a block that it leaves unfinished, one and two rows
     u32* arrivals;           // [blocks] zeros before and after: how many parts of a block's sums are in `partial`
 };
 
@@ -58,6 +59,7 @@ __device__ __forceinline__ float load_bias(const void* bias, int at, int type) {
 }
 
 constexpr int STEP = 16;  // channels of a step
+constexpr u32 PREFETCHED = 2048;  // with STREAM: bytes of a warp's first item
 
 // One step of a warp: up to 16 channels of one plane of one tile.
 struct __align__(16) Step {
@@ -83,23 +85,34 @@ struct __align__(16) Part {
     float factor[8];
     u32 masks;   // of `meta`
     u32 counts;  // of the input, without planes that none of the warp's tiles has
-    u32 unused[2];
+    u32 end;     // with STREAM: of its steps in the warp's list
+    u32 unused;
 };
 
 __device__ __forceinline__ int level_of(float magnitude, const float (&t)[4]) {
     return (magnitude > t[0]) + (magnitude > t[1]) + (magnitude > t[2]) + (magnitude > t[3]);
 }
 
+// A row's two inputs of a lane. They wait in shared memory for both halves of the preparation: loads from afar would queue behind those of
+// the weights.
+template <int ROWS>
+__device__ __forceinline__ void keep_rows(const Args& args, Input<ROWS>& tile, const Pair (&raw)[ROWS], int lane) {
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m) ((float2*)tile.entry)[m * 32 + lane] = m < args.rows ? floats(raw[m]) : make_float2(0.f, 0.f);
+}
+template <int ROWS>
+__device__ __forceinline__ void load_rows(const Args& args, Pair (&raw)[ROWS], int kt, int lane) {
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m)
+        if (m < args.rows) raw[m] = load_raw(args.x, m * args.x_stride + kt * 64 + 2 * lane);
+}
+
 // First half of the preparation: which channels are wanted. Loads of weights can start when it is done.
 template <int ROWS>
-__device__ __forceinline__ void sort_channels(const Args& args, Input<ROWS>& tile, const float (&t)[4], int kt, int lane) {
+__device__ __forceinline__ void sort_channels(const Args& args, Input<ROWS>& tile, const float (&t)[4], int lane) {
     float2 v[ROWS];
 #pragma unroll
-    for (int m = 0; m < ROWS; ++m) {
-        v[m] = make_float2(0.f, 0.f);
-        if (m < args.rows) v[m] = floats(load_raw(args.x, m * args.x_stride + kt * 64 + 2 * lane));
-        ((float2*)tile.entry)[m * 32 + lane] = v[m];  // for `quantise`: loads from afar would queue behind those of the weights
-    }
+    for (int m = 0; m < ROWS; ++m) v[m] = ((const float2*)tile.entry)[m * 32 + lane];
     int top0 = 0, top1 = 0;
 #pragma unroll
     for (int m = 0; m < ROWS; ++m)
@@ -107,19 +120,20 @@ __device__ __forceinline__ void sort_channels(const Args& args, Input<ROWS>& til
             top0 = max(top0, level_of(fabsf(v[m].x), t));
             top1 = max(top1, level_of(fabsf(v[m].y), t));
         }
-    const u32 before = (1u << lane) - 1;
-    u32 above0 = 0, above1 = 0, counts = 0;
-    int slot0 = 0, slot1 = 0;
+    // byte l - 1: how many of the channels before have level l; a scan of all levels at once (popc is slow)
+    const u32 own0 = top0 ? 1u << (8 * top0 - 8) : 0, own1 = top1 ? 1u << (8 * top1 - 8) : 0;
+    u32 upto = own0 + own1;
 #pragma unroll
-    for (int l = 4; l >= 0; --l) {
-        const u32 here0 = __ballot_sync(FULL, top0 == l), here1 = __ballot_sync(FULL, top1 == l);
-        const int rank = __popc(above0) + __popc(above1) + __popc(here0 & before) + __popc(here1 & before);
-        if (top0 == l) slot0 = rank;
-        if (top1 == l) slot1 = rank + (top0 == l);
-        above0 |= here0;
-        above1 |= here1;
-        if (l > 0) counts |= (u32)(__popc(above0) + __popc(above1)) << (8 * (l - 1));
+    for (int d = 1; d < 32; d <<= 1) {
+        const u32 more = __shfl_up_sync(FULL, upto, d);
+        if (lane >= d) upto += more;
     }
+    const u32 counts = (u32)((u64)__shfl_sync(FULL, upto, 31) * 0x01010101u >> 24), before = upto - own0 - own1;  // of level l and above
+    auto slot_of = [&](int top) {
+        const u32 same = top ? before >> (8 * top - 8) & 255 : 2 * lane - (before * 0x01010101u >> 24);
+        return (int)(same + (top < 4 ? counts >> (8 * top) & 255 : 0));
+    };
+    const int slot0 = slot_of(top0), slot1 = slot_of(top1) + (top0 == top1);
     tile.channel[slot0] = (u8)(2 * lane);
     tile.channel[slot1] = (u8)(2 * lane + 1);
     *(u16*)&tile.slot[2 * lane] = (u16)(slot0 | slot1 << 8);

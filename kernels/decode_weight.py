@@ -22,9 +22,12 @@ from vllm_tilequant.kernels.layout import (
     extension_starts,
     hadamard_matrix,
 )
+from vllm_tilequant.kernels.tuning import stream_ctas
 from vllm_tilequant.schema import TILE, WORDS_PER_TILE_PLANE
 
 BLOCK_TILES = 8
+#: Sums of a block, of two rows: what a CTA of a stream may leave in `arrivals` for the next one.
+CARRIED = 2 * BLOCK_TILES * TILE
 BLOCK_WORDS = BLOCK_TILES * TILE // 16
 #: `transform` of an output tile that is not rotated.
 IDENTITY = 255
@@ -42,8 +45,9 @@ class DecodeWeight:
     factor: [blocks, K/64, 8] float32, tile scale * 2^(bits - 9): the value of one step of doubled, 8-bit-aligned codes
     transform: [N/64] uint8, row of `table` per output tile, `IDENTITY` for none
     table: [transforms, 64] uint8: bits 0-5 the permutation, 6 the left sign, 7 the right sign of diag(l) H[p, :] diag(r)
-    arrivals: [blocks] int32, zeros between launches: the streaming kernels count there how many parts of a block's sums are
-        written, so two of their launches over one weight must not run at the same time
+    arrivals: int32, zeros between launches. Where the streaming kernels count how many parts of a block's sums are written
+        ([blocks], up to a multiple of 4), and behind it where a CTA leaves sums for the next one (1,024 to each). So two of
+        their launches over one weight must not run at the same time
     """
 
     codes: Tensor
@@ -71,16 +75,22 @@ class DecodeWeight:
         return sum(t.nbytes for t in (getattr(self, f.name) for f in fields(self)) if isinstance(t, Tensor))
 
 
+def carried_from(blocks: int) -> int:
+    """Where in `arrivals` the first CTA's sums lie, on 16 bytes."""
+    return -(-blocks // 4) * 4
+
+
 def planes_map(w: DecodeWeight, tiles: int) -> bytes:
     """Tensor map of planes 0 and 1 in boxes of both planes of so many tiles at one input tile. tiles: 4 or 8 (`tensor_map`)"""
     rows = -(-w.out_features // (TILE * BLOCK_TILES)) * (w.in_features // TILE) * 2 * TILE
     return tensor_map(w.codes.data_ptr(), rows, BLOCK_TILES * 16, 2 * TILE, tiles * 16)
 
 
-def prepare(w: PackedWeight, transforms: Tensor) -> DecodeWeight:
+def prepare(w: PackedWeight, transforms: Tensor, *, ctas: int | None = None) -> DecodeWeight:
     """Re-order a packed weight for decoding, on the device where it lies; the codes themselves are not changed.
 
     transforms: [n, 64, 64] float64, addressed by `w.output_transform`; each the identity or a randomised Hadamard.
+    ctas: the most that a stream over it will have; None for the one that is tuned for the shape and device, if there is one
     """
     check_tile_bits(w.tile_bits)
     n, k = w.out_features, w.in_features
@@ -112,7 +122,11 @@ def prepare(w: PackedWeight, transforms: Tensor) -> DecodeWeight:
         factor.view(k_tiles, blocks, BLOCK_TILES).transpose(0, 1).contiguous(),
         transform,
         table,
-        torch.zeros(blocks, dtype=torch.int32, device=bits.device),
+        torch.zeros(
+            carried_from(blocks) + CARRIED * min(stream_ctas(n, k, bits.device) if ctas is None else ctas, blocks * k_tiles),
+            dtype=torch.int32,
+            device=bits.device,
+        ),
         n,
         k,
     )

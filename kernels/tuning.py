@@ -74,17 +74,21 @@ class StreamConfig:
     ctas: CTAs for one and two rows, and for more of them as well
     chains: runs of a CTA's items that are summed up on their own: its warps, for one and two rows
     stages: depth of a warp's ring for one and two rows, in steps of 16 channels
+    parts: for one row, of these CTAs those that one with as many more warps stands for, 1 or 2
     launch_from: as of `DecodeConfig`
     """
 
     ctas: int
     chains: int = 8
     stages: int = 3
+    parts: int = 1
     launch_from: int = 9
 
     def __post_init__(self) -> None:
-        if not (self.ctas >= 1 and 4 <= self.chains <= 20 and 3 <= self.stages <= 16):
-            raise ValueError(f"{self}: wanted at least one CTA, 4 to 20 chains, 3 to 16 stages")
+        if not (self.ctas >= 1 and 4 <= self.chains <= self.chains * self.parts <= 22 and 3 <= self.stages <= 16):
+            raise ValueError(f"{self}: wanted at least one CTA, 4 to 22 chains (of all parts), 3 to 16 stages")
+        if self.parts not in (1, 2) or self.ctas % self.parts:
+            raise ValueError(f"{self}: wanted one or two parts, that divide {self.ctas} CTAs")
 
 
 def gpu_key(name: str) -> str:
@@ -212,13 +216,20 @@ class Multiprocessors:
 
 @dataclass(frozen=True)
 class StreamGeometry:
-    """How a stream is cut, in the words of `Args` of the CUDA source. shared_bytes: of the kernels for one and two rows"""
+    """How a stream is cut, in the words of `Args` of the CUDA source.
+
+    grid: CTAs, or stretches of which one takes `parts`
+    few: whether the kernel for one and two rows takes it. Two rows go with three and more where not all CTAs would run at once.
+    shared_bytes: of the kernels for one and two rows
+    """
 
     grid: int
     items: int
+    parts: int
     most_items: int
     places: int
     per_chain: int
+    few: bool
     shared_bytes: int
 
 
@@ -230,22 +241,26 @@ def stream_geometry(rows: int, n_tiles: int, k_tiles: int, config: StreamConfig,
     """
     items = -(-n_tiles // 8) * k_tiles
     grid = min(config.ctas, items)
+    parts = config.parts if rows == 1 and grid % config.parts == 0 else 1
     most = -(-items // grid)
-    places = min(-(-(most - 1) // k_tiles) + 1, most)
+    places = min(-(-(most * parts - 1) // k_tiles) + 1, most * parts)
     per_chain = -(-most // config.chains)
     fits = places <= _MOST_PLACES and per_chain <= _MOST_PER_CHAIN and items * (grid + 1) < 2**32
-    shared = 0
-    if rows <= 2:
+    few, shared = rows <= 2, 0
+    if few:
         sums, stages = rows * 2048, config.stages * 2048
         kept = per_chain * (_up(132 + 276 * rows) + 48) + (per_chain * 16 + config.stages - 1) * 16
-        shared = config.chains * ((sums + stages if per_chain > 1 else max(sums, stages)) + kept)
-        shared += (places - 1) * sums + _up(4 * (config.chains + 2))
+        warps = config.chains * parts
+        shared = warps * ((sums + stages if per_chain > 1 else max(sums, stages)) + kept)
+        shared += (places - 1) * sums + _up(4 * (warps + 2))
+    if rows == 2 and grid > gpu.count * (gpu.shared_bytes // (shared + _RESERVED_BYTES)):
+        few, shared = False, 0
     if not fits or shared > gpu.cta_bytes:
         raise NotImplementedError(
             f"{config} for [{n_tiles * 64}, {k_tiles * 64}] and {rows} rows: {per_chain} items a chain, {places} blocks and "
             f"{shared} bytes a CTA, of which {_MOST_PER_CHAIN}, {_MOST_PLACES} and {gpu.cta_bytes} are possible: take more CTAs"
         )
-    return StreamGeometry(grid, items, most, places, per_chain, shared)
+    return StreamGeometry(grid, items, parts, most, places, per_chain, few, shared)
 
 
 @dataclass(frozen=True)
@@ -350,6 +365,14 @@ def decode_config(n: int, k: int, device: torch.device) -> DecodeConfig | Stream
     properties = torch.cuda.get_device_properties(device)
     found = tuned(gpu_key(properties.name)).get((n, k))
     return found or default_config(n, k, multiprocessors(device))
+
+
+def stream_ctas(n: int, k: int, device: torch.device) -> int:
+    """CTAs of the stream that is tuned for a weight [n, k] on a device, 0 if none is."""
+    if device.type != "cuda":
+        return 0
+    found = tuned(gpu_key(torch.cuda.get_device_properties(device).name)).get((n, k))
+    return found.ctas if isinstance(found, StreamConfig) else 0
 
 
 def dump(

@@ -151,7 +151,8 @@ def streams(n: int, k: int, config: StreamConfig) -> None:
     for rows in range(1, 9):
         cut = stream_geometry(rows, n // 64, k // 64, config, H200)
         assert cut.items == items and cut.shared_bytes <= H200.cta_bytes
-        if rows > 2:
+        assert cut.few or rows > 1
+        if not cut.few:
             assert many_rows(rows, n, k, config).most_items == cut.most_items
         borders = [i * items // cut.grid for i in range(cut.grid + 1)]
         lengths = {b - a for a, b in zip(borders, borders[1:], strict=False)}
@@ -171,12 +172,18 @@ def test_streams_cut_a_weight_evenly():
         (64, 64, StreamConfig(1)),
         (4096, 14336, StreamConfig(132, 14)),
         (35840, 5120, StreamConfig(264, 11)),
+        (35840, 5120, StreamConfig(264, 11, parts=2)),
         (28672, 4096, StreamConfig(264, 14)),
         (10304, 128, StreamConfig(3, 5)),
     ):
         streams(n, k, config)
+    # 22 warps with sums of two rows do not fit a multiprocessor, 14 do
+    assert not stream_geometry(2, 35840 // 64, 5120 // 64, StreamConfig(264, 11), H200).few
+    assert stream_geometry(2, 4096 // 64, 14336 // 64, StreamConfig(132, 14), H200).few
     with pytest.raises(NotImplementedError, match="more CTAs"):
         stream_geometry(1, 64 * 8, 64, StreamConfig(1, 4), H200)
+    with pytest.raises(ValueError, match="two parts"):
+        StreamConfig(7, 4, parts=2)
     with pytest.raises(ValueError, match="chains"):
         StreamConfig(132, 3)
 

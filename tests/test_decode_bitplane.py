@@ -34,7 +34,7 @@ def check(case, m, thresholds, dtype, device, *, path, config=None, bias=True, s
     thr = torch.tensor(THRESHOLDS[thresholds], device=device)
     b = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(device, dtype) if bias else None
     packed, matrices = to_device(case.weight, device), case.matrices.to(device)
-    w = prepare(packed, TRANSFORMS)
+    w = prepare(packed, TRANSFORMS, ctas=getattr(config, "ctas", None))
     kwargs = {"path": path, "config": config}
     poison_allocator(device)
     assert torch.equal(decode_sums(x, w, thr, **kwargs).long(), reference.tile_sums_ref(x, packed, thr)), "integer sums"
@@ -161,8 +161,10 @@ def test_every_cut_gives_the_same_integers(splits, warps, tiles):
 def test_every_cut_of_a_stream_gives_the_same_integers(ctas, chains, stages):
     """From CTAs with several blocks to one CTA an item; chains over the end of a block, and more of them than items."""
     case = make_case(1088, 1536, "mixed2468")
+    parts = 2 if ctas % 2 == 0 and stages == 3 and 2 * chains <= 22 else 1  # two need twice the memory
     for m in (1, 2, 4, 7):
-        check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=StreamConfig(ctas, chains, stages, launch_from=7))
+        config = StreamConfig(ctas, chains, stages, parts, launch_from=7)
+        check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=config)
 
 
 @pytest.mark.gpu
@@ -186,15 +188,26 @@ def test_a_chain_of_a_stream_may_cover_many_blocks():
 @pytest.mark.gpu
 def test_a_stream_at_the_size_of_a_model():
     case = make_case(4096, 14336)
-    for m in (1, 3):
-        check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=StreamConfig(132, 14, 3))
+    for config in (StreamConfig(128, 14, 3), StreamConfig(256, 7, 3, parts=2)):
+        for m in (1, 3):
+            check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=config)
+
+
+@pytest.mark.gpu
+def test_a_stream_needs_room_in_its_weight():
+    case, x = make_case(576, 1536), make_rows(1, 1536, torch.bfloat16).cuda()
+    w, thr = prepare(case.weight, TRANSFORMS, ctas=6).to("cuda"), torch.tensor(THRESHOLDS["graded"], device="cuda")
+    decode_linear(x, w, None, thr, path="cuda", config=StreamConfig(6))
+    with pytest.raises(ValueError, match="prepare it with ctas=7"):
+        decode_linear(x, w, None, thr, path="cuda", config=StreamConfig(7))
+    assert not bool(w.arrivals.any())  # zeros between launches
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [None, StreamConfig(7, 5)], ids=["clusters", "stream"])
 def test_replays_of_one_graph_follow_thresholds_and_inputs(config):
     case = make_case(576, 1536)
-    w = prepare(case.weight, TRANSFORMS).to("cuda")
+    w = prepare(case.weight, TRANSFORMS, ctas=getattr(config, "ctas", None)).to("cuda")
     x, thr = make_rows(2, 1536, torch.bfloat16).cuda(), torch.tensor(THRESHOLDS["graded"], device="cuda")
     decode_linear(x, w, None, thr, config=config)
     graph = torch.cuda.CUDAGraph()
