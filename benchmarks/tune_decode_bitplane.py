@@ -26,6 +26,8 @@ from vllm_tilequant.kernels import tuning
 
 #: (rows, level) -> weight in the figure of merit.
 CASES = {(1, "3.0"): 4, (1, "4.0"): 2, (1, "2.2"): 1, (1, "full"): 1, (2, "3.0"): 1, (4, "3.0"): 1, (8, "3.0"): 1}
+#: CTAs of a stream to a multiprocessor.
+MOST_RESIDENT = 4
 WARPS_N = (1, 2, 3, 4, 5, 6, 7, 8, 10, 14)
 
 
@@ -54,22 +56,28 @@ def candidates(n: int, k: int, shared_limit: int, stages=(4,), least_warps: int 
 
 
 def stream_candidates(n: int, k: int, gpu: tuning.Multiprocessors, stages=(4,)) -> list[tuning.StreamConfig]:
-    """Streams of 1 to 4 CTAs a multiprocessor that all fit it at the same time, in chains of equal length."""
+    """Streams of 1 to 4 CTAs a multiprocessor that all fit it at the same time, in chains of equal length: of as many CTAs as
+    there are places, and of the fewest (an even number) that have no longer chains."""
     items, out = math.ceil(n / 512) * (k // 64), []
-    for resident, chains, depth in itertools.product((1, 2, 3, 4), range(4, 21), stages):
-        ctas = gpu.count * resident
-        most = math.ceil(items / ctas)
+    for resident, chains, depth, parts in itertools.product(range(1, MOST_RESIDENT + 1), range(4, 23), stages, (1, 2)):
+        places = gpu.count * resident
+        most = math.ceil(items / places)
         if (
-            ctas > items
-            or resident * chains > 28
+            places > items
+            or resident * chains > 24
+            or chains * parts > 22
+            or resident % parts
             or (chains > 4 and math.ceil(most / chains) == math.ceil(most / (chains - 1)))
         ):
             continue
-        config = tuning.StreamConfig(ctas, chains, depth)
-        if not tuning.fits(n, k, config, gpu):
-            continue
-        if tuning.stream_geometry(1, n // 64, k // 64, config, gpu).shared_bytes <= gpu.shared_bytes // resident - 1024:
-            out.append(config)
+        fewest = 2 * math.ceil(items / (2 * chains * math.ceil(most / chains)))
+        for ctas in sorted({min(fewest, places), places}):
+            config = tuning.StreamConfig(ctas, chains, depth, parts)
+            if not tuning.fits(n, k, config, gpu):
+                continue
+            cut = tuning.stream_geometry(1, n // 64, k // 64, config, gpu)
+            if cut.shared_bytes <= gpu.shared_bytes // (resident // parts) - 1024:
+                out.append(config)
     return out
 
 
@@ -97,7 +105,8 @@ def measure_one(n: int, k: int, m: int, level: str, config: tuning.DecodeConfig 
 
 def rotation(n: int, k: int, bits: float):
     """Copies of one weight's structure with other codes, enough to defeat the L2 at `bits` loaded bits."""
-    first = kernel.prepare(shapes.draw_weight(n, k, "cuda"), shapes.TRANSFORMS)
+    ctas = MOST_RESIDENT * tuning.multiprocessors(torch.device("cuda", 0)).count  # room for any of the streams
+    first = kernel.prepare(shapes.draw_weight(n, k, "cuda"), shapes.TRANSFORMS, ctas=ctas)
     g = torch.Generator("cuda").manual_seed(1)
     others = [
         dataclasses.replace(
