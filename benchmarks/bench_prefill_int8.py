@@ -25,7 +25,7 @@ import shapes
 import timing
 
 from vllm_tilequant import ops
-from vllm_tilequant.kernels import layout, prefill_int8, prefill_triton, reference
+from vllm_tilequant.kernels import layout, prefill_cuda, prefill_int8, prefill_triton, reference
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.layout import PackedWeight
 from vllm_tilequant.kernels.prefill_int8 import PrefillWeight
@@ -77,8 +77,11 @@ def check(bench: Bench, x: torch.Tensor, config: PrefillConfig, gemm: prefill_in
     prefill_int8.workspace(x.device, n, k).fill_(-128)
     y = prefill_int8.prefill_linear(x, bench.weights[0], bench.prefill, config=config, gemm=gemm, path=path, out=out)
     matrices = shapes.TRANSFORMS.cuda()[bench.packed.output_transform.long()]
-    if prefill_int8.takes_short(m, config, "token_smooth"):
+    how = prefill_int8.way(x, config, "token_smooth", path or prefill_int8.device_path(x.device))
+    if how == "short":
         wanted = reference.linear_ref(x, bench.packed, matrices, int8=True)
+    elif how == "batch":
+        wanted = reference.prefill_block_ref(x, bench.packed, matrices, smoothing=bench.prefill.smoothing)
     else:
         wanted = reference.prefill_int8_ref(x, bench.packed, matrices, smoothing=bench.prefill.smoothing)
     rms = float((y.double() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
@@ -100,9 +103,11 @@ def time_ours(bench: Bench, x: torch.Tensor, config: PrefillConfig, gemm, path: 
     return timing.time_graph(calls, **how)
 
 
-def prepare_us(bench: Bench, x: torch.Tensor, short: bool) -> tuple[float, float | None]:
+def prepare_us(bench: Bench, x: torch.Tensor, how: str) -> tuple[float, float | None]:
     """What comes before the product: rows, and the expansion. One launch does both: rows are what it takes more for them."""
-    if short:
+    if how == "batch":
+        return timing.time_graph([lambda: prefill_cuda.quantize_batch(x, bench.prefill.unsmoothing)], replays=10).us, None
+    if how == "short":
         return timing.time_graph([lambda: prefill_triton.quantize_groups(x)], replays=10).us, None
     p, path, out = bench.prefill, prefill_int8.device_path(x.device), prefill_int8.workspace(x.device, *bench.shape)
 
@@ -117,18 +122,17 @@ def prepare_us(bench: Bench, x: torch.Tensor, short: bool) -> tuple[float, float
 def measure(bench: Bench, m: int, copy_gbps: float) -> dict[str, Any]:
     n, k = bench.shape
     x, config = shapes.draw_rows(m, k, "cuda"), prefill_config(n, k, torch.device("cuda"))
-    short = prefill_int8.takes_short(m, config, "token_smooth")
-    gemm = None if short else ops.int8_gemm(x.device)
+    how = prefill_int8.way(x, config, "token_smooth", prefill_int8.device_path(x.device))
+    gemm = ops.int8_gemm(x.device) if how == "long" else None
     rms = check(bench, x, config, gemm, None)
     torch.cuda.empty_cache()
-    how = effort(n * k * m * 1e-9 + 20)
-    t = time_ours(bench, x, config, gemm, **how)
-    rows_us, expand_us = prepare_us(bench, x, short)
+    t = time_ours(bench, x, config, gemm, **effort(n * k * m * 1e-9 + 20))
+    rows_us, expand_us = prepare_us(bench, x, how)
     stored = layout.tile_code_bits(bench.packed.tile_bits) / (n * k)
     read = n * k * stored / 8 + bench.weights[0].meta.nbytes + bench.weights[0].factor.nbytes
     return {
-        "N": n, "K": k, "M": m, "stored_bits": stored, "loaded_bits": stored, "kernel": "short" if short else "long",
-        "gemm": None if short else "cutlass" if gemm else "triton", "us": t.us,
+        "N": n, "K": k, "M": m, "stored_bits": stored, "loaded_bits": stored, "kernel": how,
+        "gemm": None if how != "long" else "cutlass" if gemm else "triton", "us": t.us,
         "us_prepare": rows_us, "us_expand": expand_us, "us_p20": t.us_p20, "us_p80": t.us_p80,
         "read_gbps": read / t.us / 1e3, "copy_gbps": copy_gbps, "rms_error": rms,
     }  # fmt: skip

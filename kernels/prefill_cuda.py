@@ -1,4 +1,4 @@
-"""Launches of `prefill_expand.cu` and `prefill_short.cu`, which Hopper runs instead of their Triton forms."""
+"""Launches of `prefill_expand.cu` and `prefill_short.cu`, which Hopper runs instead of their Triton forms, and `prefill_batch.cu`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_ROWS = torch.bfloat16
 #: Inputs of a row that the expansion's launch can quantise, and to how many bytes its rows must be aligned.
 MOST_INPUTS, ALIGNMENT = 16384, 16
 _FOLDER = Path(__file__).parent
-_HEADERS = (_FOLDER / "ptx.cu", *(_FOLDER / f"prefill_{part}.cu" for part in ("ptx", "planes", "rows")))
+_HEADERS = (_FOLDER / "ptx.cu", *(_FOLDER / f"prefill_{part}.cu" for part in ("ptx", "planes", "rows", "finish", "batch_ptx")))
 
 
 class _Weight(ctypes.Structure):
@@ -79,6 +79,31 @@ class ShortArgs(ctypes.Structure):
     ]
 
 
+class BatchArgs(ctypes.Structure):
+    """`struct Args` of prefill_batch.cu, whose alignment pads it."""
+
+    _fields_ = [
+        ("planes", ctypes.c_ubyte * 128),
+        ("w", _Weight),
+        *((name, ctypes.c_void_p) for name in (
+            "ratio", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "parts",
+        )),
+        ("y_stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "splits", "bias_type")),
+        ("padding", ctypes.c_ubyte * 56),
+    ]  # fmt: skip
+
+
+class BatchRows(ctypes.Structure):
+    """`struct Args` of prefill_batch_rows.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "unsmoothing", "q", "scale")),
+        ("stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("k", "rows_padded")),
+    ]
+
+
 def unsupported_reason(capability: tuple[int, int] | None) -> str | None:
     """Why these kernels cannot run on a GPU; None where they can. They are compiled for compute capability 9.0."""
     if capability != (9, 0):
@@ -109,6 +134,10 @@ def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
         _expand_module(device, rows).kernel("expand")
     for tokens in TOKENS:
         _short_module(device, dtype, tokens).kernel("short_rows")
+        if dtype in DTYPES[:2]:
+            _batch_module(device, dtype, tokens).kernel("batch")
+    if dtype in DTYPES[:2]:
+        _batch_rows_module(device, dtype).kernel("batch_rows")
 
 
 def takes_rows(x: Tensor) -> bool:
@@ -223,6 +252,61 @@ def short(q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: T
         )  # fmt: skip
 
 
+def takes_batch(x: Tensor) -> bool:
+    """Whether `batch` serves rows of this dtype and length. Rotated ones it never does."""
+    return x.dtype in DTYPES[:2] and x.shape[1] <= MOST_INPUTS
+
+
+def batch_tokens(rows: int) -> int:
+    """Rows of a CTA of the kernel for batches."""
+    return next((t for t in TOKENS if rows <= t), TOKENS[-1])
+
+
+def batch_geometry(tokens: int) -> tuple[int, int]:
+    """Threads of a CTA of the kernel for batches, and bytes; mirrors the layout at the top of prefill_batch.cu."""
+    stages = {128: 6, 64: 8}.get(tokens, 9)
+    stage = -(-(_BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + tokens * 64 + 128) // 512) * 512
+    ring = max(-(-stages * stage // 1024) * 1024, tokens * SHORT_TILES * 256)
+    buffers = 3
+    kept = buffers * SHORT_TILES * 4096 + 64 * SHORT_TILES * 16 + (stages + buffers) * 16 + SHORT_TILES * (64 * 5 + 4)
+    return 128 * (4 if tokens == 128 else 5), ring + kept
+
+
+def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows as the kernel for batches reads them, by `activation_token_ref`: q [K/64, rows padded, 64] int8, scale [M] float32."""
+    aligned = x.data_ptr() % _ALIGNMENT == 0 and x.stride(0) * x.element_size() % _ALIGNMENT == 0
+    x = x if aligned else x.clone(memory_format=torch.contiguous_format)
+    m, k = x.shape
+    padded = -(-m // TOKENS[-1]) * TOKENS[-1]
+    q = torch.empty(k // TILE, padded, TILE, dtype=torch.int8, device=x.device)
+    scale = torch.empty(m, dtype=torch.float32, device=x.device)
+    args = BatchRows(x.data_ptr(), _pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0), k, padded)
+    _batch_rows_module(x.device, x.dtype).kernel("batch_rows").launch(
+        args, grid=m, threads=THREADS, cluster=1, shared_bytes=0, stream=current_stream(x.device), overlap=True
+    )
+    return q, scale
+
+
+def batch(
+    q: Tensor, scale: Tensor, w: DecodeWeight, block: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, out: Tensor, splits: int
+) -> None:
+    """y of rows by `quantize_batch`. block: `PrefillWeight.block`'s parts; out: [M, N]"""
+    weight, rows = _weight(w), out.shape[0]
+    tokens = batch_tokens(rows)
+    grid = splits * -(-rows // tokens) * -(-weight.n_tiles // SHORT_TILES)
+    parts = torch.empty(grid * tokens * SHORT_TILES * TILE if splits > 1 else 0, dtype=torch.float32, device=q.device)
+    planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, SHORT_TILES))
+    args = BatchArgs(
+        planes, weight, *(t.data_ptr() for t in block), q.data_ptr(), scale.data_ptr(), w.transform.data_ptr(),
+        w.table.data_ptr(), _pointer(bias), out.data_ptr(), parts.data_ptr(), out.stride(0), rows, q.shape[1], splits,
+        0 if bias is None else DTYPES.index(bias.dtype),
+    )  # fmt: skip
+    threads, size = batch_geometry(tokens)
+    _batch_module(w.device, out.dtype, tokens).kernel("batch").launch(
+        args, grid=grid, threads=threads, cluster=splits, shared_bytes=size, stream=current_stream(w.device), overlap=True
+    )
+
+
 def _pointer(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
@@ -242,6 +326,18 @@ def _short_module(device: torch.device, dtype: torch.dtype, tokens: int) -> Modu
     module = _module("prefill_short.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"TOKENS={tokens}"])
     module.kernel("short_rows").prefer_shared()
     return module
+
+
+@functools.cache
+def _batch_module(device: torch.device, dtype: torch.dtype, tokens: int) -> Module:
+    module = _module("prefill_batch.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"TOKENS={tokens}"])
+    module.kernel("batch").prefer_shared()
+    return module
+
+
+@functools.cache
+def _batch_rows_module(device: torch.device, dtype: torch.dtype) -> Module:
+    return _module("prefill_batch_rows.cu", device, [f"XTYPE={DTYPES.index(dtype)}"])
 
 
 def _module(source: str, device: torch.device, defines: list[str]) -> Module:

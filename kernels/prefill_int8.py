@@ -27,7 +27,15 @@ from vllm_tilequant.kernels.layout import (
     hadamard_matrix,
     to_device,
 )
-from vllm_tilequant.kernels.reference import SMALLEST, activation_token_ref, coarse, linear_ref, requantize_ref
+from vllm_tilequant.kernels.reference import (
+    SMALLEST,
+    activation_token_ref,
+    block_ratios,
+    coarse,
+    linear_ref,
+    prefill_block_ref,
+    requantize_ref,
+)
 from vllm_tilequant.kernels.tuning import PrefillConfig, prefill_config
 from vllm_tilequant.schema import PREFILL_ACTIVATIONS, TILE
 
@@ -47,6 +55,8 @@ class PrefillWeight:
 
     scale, inverse: [N, 1] float32 of the requantised weight, and one over it (`reference.coarse`)
     rotation: [transforms + 1, 64, 64] int8, 8U by rows, the identity last; index: [N/64] uint8, its row per output tile
+    ratio, unit, of_input: `reference.block_ratios` as the kernel for batches reads them: [blocks, K/64, 8] int32, a tile's half
+        twice; [N/64] float32; [K/64, 64] float16 in its order of inputs
     smoothing, unsmoothing: [K] float32 and one over it: what inputs are divided by; None for ones
     """
 
@@ -54,6 +64,9 @@ class PrefillWeight:
     inverse: Tensor
     rotation: Tensor
     index: Tensor
+    ratio: Tensor
+    unit: Tensor
+    of_input: Tensor
     smoothing: Tensor | None = None
     unsmoothing: Tensor | None = None
 
@@ -91,7 +104,21 @@ def prepare(w: PackedWeight, decode: DecodeWeight, *, smoothing: Tensor | None =
     scale = largest.clamp_min(SMALLEST) / torch.full((), 127.0, dtype=torch.float32, device=device)
     ones = torch.ones((), dtype=torch.float32, device=device)
     extra = () if smoothing is None else (smoothing, ones / smoothing)
-    return PrefillWeight(scale[:, None], coarse(ones / scale)[:, None], rotation, index, *extra)
+    block = _block(w, decode, smoothing)
+    return PrefillWeight(scale[:, None], coarse(ones / scale)[:, None], rotation, index, *block, *extra)
+
+
+#: Inputs of an input tile in the order of the tensor core's operand, and pairs of every four of them that a register holds.
+_ORDER = [32 * h + 8 * i + 2 * c + e for c in range(4) for h in range(2) for i in range(4) for e in range(2)]
+_PAIRS = [_ORDER[four + i] for four in range(0, TILE, 4) for i in (0, 2, 1, 3)]
+
+
+def _block(w: PackedWeight, decode: DecodeWeight, smoothing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    of_tile, of_input, unit = block_ratios(w.tile_scale, w.tile_bits, smoothing)
+    blocks, k_tiles, width = decode.factor.shape
+    padded = torch.nn.functional.pad(of_tile.T, (0, blocks * width - of_tile.shape[0]))
+    ratio = padded.view(k_tiles, blocks, width).transpose(0, 1)[..., None].expand(-1, -1, -1, 2).contiguous().view(torch.int32)
+    return ratio[..., 0], unit, of_input.view(-1, TILE)[:, _PAIRS].contiguous()
 
 
 def _rotations(table: Tensor) -> Tensor:
@@ -179,8 +206,9 @@ def self_check(device: torch.device, path: str) -> str | None:
         counts = (9, 17, 33, 65)  # every kind of CTA of the short kernel
         drawn = [torch.randn(m, packed.in_features, dtype=torch.float32, generator=g) for m in counts]
         matrices = transforms[packed.output_transform.long()]
-        w, config = decode_weight.prepare(packed, transforms), PrefillConfig(2, 128)
+        w, config = decode_weight.prepare(packed, transforms), PrefillConfig(2, 128, 2)
         wanted = [linear_ref(x, packed, matrices, int8=True) for x in drawn]
+        in_batch = [prefill_block_ref(x.bfloat16(), packed, matrices) for x in drawn]
         codes, _ = requantize_ref(packed, matrices)
     w = w.to(device)
     p = prepare(to_device(packed, device), w)
@@ -188,6 +216,10 @@ def self_check(device: torch.device, path: str) -> str | None:
         got = prefill_linear(x.to(device), w, p, path=path, config=config).cpu().double()
         if not float((got - y).norm() / y.norm()) < 2.0**-19:
             return f"the short kernel gives wrong results at {x.shape[0]} rows"
+    for x, y in zip(drawn, in_batch, strict=True) if path == "cuda" else ():
+        got = prefill_linear(x.bfloat16().to(device), w, p, path=path, config=config).cpu().double()
+        if not float((got - y).norm() / y.norm()) < 2.0**-8:
+            return f"the kernel for batches gives wrong results at {x.shape[0]} rows"
     out = torch.empty(codes.shape, dtype=torch.int8, device=device)
     rows = drawn[-1].bfloat16()
     q, unit = quantize_and_expand(rows.to(device), w, p, None, out, path)
@@ -199,11 +231,17 @@ def self_check(device: torch.device, path: str) -> str | None:
     return None
 
 
-def takes_short(rows: int, config: PrefillConfig, activation: str) -> bool:
-    """Whether a call takes the short kernel. activation: one of `PREFILL_ACTIVATIONS`; `group64` does at any number of rows."""
+def way(x: Tensor, config: PrefillConfig, activation: str, path: str, rotated: bool = False) -> str:
+    """How a call computes: `short` (scales of 64 inputs), `batch` (of rows and 64 outputs) or `long` (of rows and outputs).
+
+    activation: one of `PREFILL_ACTIVATIONS`; `group64` is short at any number of rows.
+    """
     if activation not in PREFILL_ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, wanted one of {PREFILL_ACTIVATIONS}")
-    return activation == "group64" or rows <= config.short_rows
+    if activation != "group64" and x.shape[0] > config.short_rows:
+        return "long"
+    batch = activation != "group64" and path == "cuda" and not rotated and prefill_cuda.takes_batch(x)
+    return "batch" if batch else "short"
 
 
 def prefill_linear(
@@ -240,7 +278,13 @@ def prefill_linear(
     config = config or prefill_config(n, k, x.device)
     from vllm_tilequant.kernels import prefill_triton as portable
 
-    if codes is None and takes_short(x.shape[0], config, activation):
+    how = "long" if codes is not None else way(x, config, activation, path, rotation is not None)
+    if how == "batch":
+        y = _output(x, n, out)
+        q, scale = prefill_cuda.quantize_batch(x, p.unsmoothing)
+        prefill_cuda.batch(q, scale, w, (p.ratio, p.unit, p.of_input), bias, y, config.batch_splits)
+        return y
+    if how == "short":
         q, scale = portable.quantize_groups(x, rotation)
         y = _output(x, n, out)
         if path == "cuda":

@@ -60,6 +60,33 @@ def requantize_ref(w: PackedWeight, matrices: Tensor, smoothing: Tensor | None =
     return (scaled.double() * unit.double()).round().to(torch.int8), scale
 
 
+def requantize_block_ref(w: PackedWeight, smoothing: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The weight of batches and short prompts: in the rotated basis, times the smoothing, INT8 with one scale per 64 outputs.
+
+    Returns q [N, K] int8, scale [N/64] float32. `block_ratios` says what codes are multiplied by, in half precision; the products are
+    exact and rounded half to even.
+    """
+    of_tile, of_input, scale = block_ratios(w.tile_scale, w.tile_bits, smoothing)
+    by = of_tile.repeat_interleave(TILE, 1) * of_input  # [N/64, K], rounded to half precision
+    codes = aligned_codes(w).T.double() - 128
+    return (codes * by.double().repeat_interleave(TILE, 0)).round().to(torch.int8), scale
+
+
+def block_ratios(tile_scale: Tensor, tile_bits: Tensor, smoothing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What makes one scale of all tiles of 64 outputs, in two factors up to 1: [N/64, K/64] and [K] float16; scale [N/64] float32.
+
+    A tile's factor is its step of 8-bit codes times the largest smoothing of its inputs, over the largest of its 64 outputs (which the
+    scale is); an input's is its smoothing over that largest one.
+    """
+    k = tile_bits.shape[1] * TILE
+    smooth = torch.ones(k, dtype=torch.float32, device=tile_bits.device) if smoothing is None else smoothing
+    smooth = smooth.view(-1, TILE)
+    most = smooth.amax(1)
+    step = tile_scale * torch.exp2(tile_bits.float() - 8) * most
+    scale = step.amax(1).clamp_min(SMALLEST)
+    return (step / scale[:, None]).half(), (smooth / most[:, None]).half().view(k), scale
+
+
 def coarse(f: Tensor) -> Tensor:
     """Float32 of 22 significant bits, cut off: times 1.5 * 2^23 it is a float, which spares the expansion a subtraction."""
     return (f.view(torch.int32) & ~3).view(torch.float32)
@@ -73,6 +100,16 @@ def prefill_int8_ref(
     codes, unit = requantize_ref(w, matrices, smoothing)
     y = q.double() @ codes.double().T * scale.double()[:, None] * unit.double()
     return y if bias is None else y + bias.double()
+
+
+def prefill_block_ref(
+    x: Tensor, w: PackedWeight, matrices: Tensor, bias: Tensor | None = None, *, smoothing: Tensor | None = None
+) -> Tensor:
+    """Batches and short prompts: rows by `activation_token_ref`, weight by `requantize_block_ref`, rotated back. [M, N]."""
+    q, scale = activation_token_ref(x, smoothing)
+    codes, unit = requantize_block_ref(w, smoothing)
+    y = q.double() @ codes.double().T * scale.double()[:, None] * unit.double().repeat_interleave(TILE)
+    return _finish(y, matrices, bias)
 
 
 def levels_ref(x: Tensor, thresholds: Tensor) -> Tensor:

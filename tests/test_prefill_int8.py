@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -45,10 +46,12 @@ def check(case, m, dtype, device, *, path, activation="token_smooth", smooth=Fal
     poison_allocator(device)
     out = torch.full((m, n), float("nan"), dtype=dtype, device=device) if gemm is None else None
     y = prefill_int8.prefill_linear(x, w, p, b, out=out, gemm=gemm, **kwargs)
-    short = prefill_int8.takes_short(m, config, activation)
+    how = prefill_int8.way(x, config, activation, path)
     matrices = case.matrices.to(device)
-    if short:
+    if how == "short":
         wanted = reference.linear_ref(x, packed, matrices, b, int8=True)
+    elif how == "batch":
+        wanted = reference.prefill_block_ref(x, packed, matrices, b, smoothing=p.smoothing)
     else:
         codes, scale = reference.requantize_ref(packed, matrices, p.smoothing)
         assert torch.equal(p.scale[:, 0], scale)
@@ -58,9 +61,9 @@ def check(case, m, dtype, device, *, path, activation="token_smooth", smooth=Fal
         assert torch.equal(y.double(), wanted)
     else:
         assert relative_rms(y, wanted) <= OUTPUT_RMS[str(dtype).removeprefix("torch.")]
-    if gemm is None and not (short and device == "cpu"):  # numpy, which the interpreter un-rotates with, promises no order
+    if gemm is None and not (how == "short" and device == "cpu"):  # numpy, which the interpreter un-rotates with, promises no order
         for row in {0, m // 2, m - 1}:  # alone, on the same side of the boundary
-            alone = PrefillConfig(config.splits, config.short_rows if short else 0)
+            alone = replace(config, short_rows=0 if how == "long" else config.short_rows)
             got = prefill_int8.prefill_linear(x[row : row + 1], w, p, b, **(kwargs | {"config": alone}))
             assert torch.equal(got[0], y[row]), f"row {row} differs alone"
 
@@ -183,7 +186,7 @@ def rotated_prompts(device, path):
         x = make_rows(m, 192, torch.bfloat16).to(device)
         y = prefill_int8.prefill_linear(x, w, p, rotation=ROTATION.to(device), path=path, config=CONFIG)
         rotated = rotate_inputs(x, ROTATION.to(device))
-        if prefill_int8.takes_short(m, CONFIG, "token_smooth"):
+        if prefill_int8.way(x, CONFIG, "token_smooth", path, rotated=True) == "short":
             wanted = reference.linear_ref(rotated, packed, matrices, int8=True)
         else:
             wanted = reference.prefill_int8_ref(rotated, packed, matrices)
@@ -302,7 +305,7 @@ def test_scales_of_the_requantised_weight_equal_the_reference(kind):
 def test_a_prefill_weight_survives_as_a_list_of_tensors():
     for smooth in (False, True):
         _, _, p = served(make_case(64, 128), "cpu", smooth)
-        assert len(p.tensors()) == (6 if smooth else 4)
+        assert len(p.tensors()) == (9 if smooth else 7)
         again = prefill_int8.PrefillWeight(*p.tensors())
         assert all(a is b for a, b in zip(p.tensors(), again.tensors(), strict=True))
 
@@ -390,6 +393,28 @@ def test_the_short_kernel_walks_over_many_input_tiles():
         for m in (10, 40, 100):
             for splits in (1, 2):
                 check(make_case(320, k, kind), m, torch.bfloat16, "cuda", path="cuda", config=PrefillConfig(splits, 128))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8, 16])
+def test_every_cut_of_the_kernel_for_batches(splits):
+    for shape, kind in (((1088, 1536), "mixed2468"), ((192, 320), "mixed48"), ((320, 8256), "all8"), ((320, 4352), "all4")):
+        for m in (1, 10, 20, 40, 100, 200):
+            for dtype in (torch.bfloat16, torch.float16):
+                config = PrefillConfig(1, 256, splits)
+                check(make_case(*shape, kind), m, dtype, "cuda", path="cuda", config=config, smooth=True, bias=m != 20)
+
+
+@pytest.mark.gpu
+def test_rows_of_a_batch_may_lie_anywhere():
+    case = make_case(192, 320)
+    _, w, p = served(case, "cuda", True)
+    config = PrefillConfig(1, 128)
+    x = make_rows(20, 320, torch.bfloat16).cuda()
+    wanted = prefill_int8.prefill_linear(x, w, p, path="cuda", config=config)
+    wide = torch.zeros(20, 321, dtype=x.dtype, device="cuda")
+    wide[:, 1:] = x
+    assert torch.equal(prefill_int8.prefill_linear(wide[:, 1:], w, p, path="cuda", config=config), wanted)
 
 
 @pytest.mark.gpu

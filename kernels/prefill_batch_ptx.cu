@@ -1,0 +1,77 @@
+// Part of prefill_batch.cu: one-instruction wrappers that only it uses.
+
+__device__ __forceinline__ u32 half2_mul(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ u32 half2_sub(u32 a, u32 b) {
+    u32 r;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ u32 half2_fma(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+__device__ __forceinline__ void store_shared4(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared4(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+
+template <int ID, int COUNT>
+__device__ __forceinline__ void named_barrier() {
+    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
+}
+// Of the four warps of a group, all of which say so.
+template <int COUNT>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void less_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// What this thread wrote to shared memory shall be seen by the tensor core's own reads.
+__device__ __forceinline__ void written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all but the last LATER groups of products are done.
+template <int LATER>
+__device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
+}
+
+// An operand in shared memory: rows of 64 bytes, swizzled by 64 bytes, eight of them 512 apart. 16-byte steps may be added.
+__device__ __forceinline__ u64 operand(u32 at) { return (u64)(at >> 4 & 0x3fff) | 1ull << 16 | 32ull << 32 | 2ull << 62; }
+
+// d += a b: [64 outputs, 32 inputs] by [32 inputs, TOKENS rows] of signed bytes, started for the four warps of a group. Thread 32 w + 4 g + c:
+// d[4 n + 2 h + side] is output 16 w + 8 h + g of row 8 n + 2 c + side.
+#define R4(d, i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
+#define R16(d, i) R4(d, i), R4(d, i + 4), R4(d, i + 8), R4(d, i + 12)
+#define P8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define P16 P8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define P32 P16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define P64                                                                                                               \
+    P32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53," \
+        "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+__device__ __forceinline__ void multiply(int (&d)[TOKENS / 2], u64 a, u64 b) {
+#if TOKENS == 16
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8 {" P8 "}, %8, %9, 1;" : R4(d, 0), R4(d, 4) : "l"(a), "l"(b));
+#elif TOKENS == 32
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 {" P16 "}, %16, %17, 1;" : R16(d, 0) : "l"(a), "l"(b));
+#elif TOKENS == 64
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" P32 "}, %32, %33, 1;" : R16(d, 0), R16(d, 16) : "l"(a), "l"(b));
+#else
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" P64 "}, %64, %65, 1;"
+                 : R16(d, 0), R16(d, 16), R16(d, 32), R16(d, 48)
+                 : "l"(a), "l"(b));
+#endif
+}
