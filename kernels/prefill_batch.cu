@@ -1,13 +1,14 @@
-// Batches and short prompts: y = x W^T for up to 128 rows a CTA, the weight expanded inside, one scale per row and 64 outputs
+// Batches and short prompts: y = x W^T for up to 128 rows, the weight expanded inside, one scale per row and 64 outputs
 // (`reference.requantize_block_ref`). Compiled by NVRTC for compute capability 9.0.
 //
-// A CTA owns 256 outputs (four tiles, half a block of the decode form) and TOKENS rows, and walks over its input tiles, a step each. Three
-// kinds of warps work behind each other. Readers fill a ring with plane words (tensor copy, and `cp.async` for planes 2 and 3) and INT8
-// rows. Expanding warps, each with one tile of every so manieth step, make codes of plane words, multiply them in half precision by what
-// makes one scale of all tiles of 64 outputs, round them to INT8 and write them where the tensor core reads them. Multiplying warps only
-// start its products (`wgmma`), whose integer sums over all inputs stay in registers: nothing is rescaled on the way, so that the cost of a
-// tile does not grow with the number of rows.
-// The CTAs of a cluster split the input tiles and hand their sums, through memory, to the one that finishes a row (prefill_finish.cu).
+// A step is 256 outputs (four tiles, half a block of the decode form) at one input tile. Steps stand in the order of memory, and every CTA
+// takes as many of them, whatever the shape. Three kinds of warps work behind each other. Readers fill a ring with plane words (tensor copy,
+// and `cp.async` for planes 2 and 3), and one of INT8 rows. Expanding warps, each with one tile of a step, make codes of plane words, multiply them
+// in half precision by what makes one scale of all tiles of 64 outputs, round them to INT8 and write them where the tensor core reads them.
+// Multiplying warps only start its products (`wgmma`), whose integer sums over the inputs stay in registers: nothing is rescaled on the
+// way, so that the cost of a tile hardly grows with the number of rows.
+// Where a CTA is through with 256 outputs, it adds its sums to those of others in memory: whole numbers, so that the order does not matter.
+// Who comes last takes them (leaving zeros), rotates the outputs back, adds the bias and rounds, at the end of its steps, with all warps.
 //
 // Set by the compiler's command line: XTYPE (of y: 0 bf16, 1 fp16), TOKENS (16, 32, 64, 128).
 
@@ -27,106 +28,139 @@ struct Args {
     const u8* table;      // [., 64]: bits 0-5 permutation, 6 left sign, 7 right sign
     const void* bias;     // [n_tiles * 64] or null
     void* y;              // [rows, n_tiles * 64], rows y_stride elements apart
-    u8* parts;            // [CTAs][TOKENS][ROW_BYTES], whatever is there: what CTAs of a cluster hand each other
+    int* sums;            // [n_tiles / 4 up][SUMS], zeros between launches
+    u32* arrivals;        // [n_tiles / 4 up], likewise
     long long y_stride;
-    int rows, rows_padded, splits, bias_type;  // rows_padded: a multiple of 128
+    int rows, rows_padded, steps, bias_type;  // rows_padded: a multiple of 128; steps of all CTAs
 };
 
-constexpr int TILES = 4;
+constexpr int TILES = 4, SUMS = TILES * 64 * TOKENS;
 // Groups of four warps. The tensor core's sums take 128 registers of a multiplier, and 24 more are out of its reach.
-constexpr int MULTIPLIERS = TOKENS == 128 ? 2 : 1, EXPANDERS = TOKENS == 128 ? 1 : 3, GROUPS = MULTIPLIERS + EXPANDERS + 1;
-constexpr int THREADS = 128 * GROUPS, READING = 64;  // two of the last group's warps read
-constexpr int STAGES = TOKENS == 128 ? 6 : TOKENS == 64 ? 8 : 9, BUFFERS = 3;
-constexpr int PLANE = TILES * 1024;  // bytes of a plane of a step: [64 inputs][tiles], a tile at place tile ^ (input / 2 & 3)
-constexpr int X_AT = 4 * PLANE, SMOOTHING_AT = X_AT + TOKENS * 64, STAGE_BYTES = (SMOOTHING_AT + 128 + 511) / 512 * 512;
+constexpr int MULTIPLIERS = TOKENS == 128 ? 2 : 1, EXPANDERS = TOKENS == 128 ? 2 : 3, GROUPS = MULTIPLIERS + EXPANDERS + 1;
+constexpr int THREADS = 128 * GROUPS, READERS = 3, WORKERS = 4 * (MULTIPLIERS + EXPANDERS);  // the fourth warp of the last group reads rows
+constexpr int STAGES = 6, ROW_STAGES = TOKENS == 128 ? 4 : 6, BUFFERS = TOKENS == 128 ? 3 : 4;
+constexpr int PLANE = TILES * 1024, STAGE_BYTES = 4 * PLANE;  // of a step: [64 inputs][tiles], a tile at place tile ^ (input / 2 & 3)
+constexpr int X_BYTES = TOKENS * 64 + 512;                    // rows of a step, and the factors of its inputs
 constexpr int TILE_BYTES = 4096, BUFFER_BYTES = TILES * TILE_BYTES;  // codes of a tile, of a step: [64 outputs][64 inputs], swizzled by 64 bytes
-// Shared memory, as `batch_geometry` in prefill_cuda.py counts it: the ring, and in the end sums; codes; steps; barriers; what finishing needs.
-constexpr int RING_BYTES = (STAGES * STAGE_BYTES + 1023) / 1024 * 1024, SUMS_BYTES = TOKENS * TILES * 256;
-constexpr int CODES_AT = RING_BYTES > SUMS_BYTES ? RING_BYTES : SUMS_BYTES;
+constexpr int SENT_ROWS = TOKENS < 64 ? TOKENS : 64, SENT = SENT_ROWS * 64;  // bytes that a warp adds to memory at once: 16 outputs of so many rows
+// Shared memory, as `batch_geometry` in prefill_cuda.py counts it: both rings (in the end, room to permute outputs); codes; sums on their
+// way; steps; barriers; ranges of outputs.
+constexpr int ROWS_AT = STAGES * STAGE_BYTES, CODES_AT = (ROWS_AT + ROW_STAGES * X_BYTES + 1023) / 1024 * 1024;
+constexpr int SENT_AT = CODES_AT + BUFFERS * BUFFER_BYTES, STEPS_AT = SENT_AT + 4 * MULTIPLIERS * SENT;
 constexpr int PERIOD = 32;  // steps that are made ready at a time, two periods kept
-constexpr int STEPS_AT = CODES_AT + BUFFERS * BUFFER_BYTES, BARRIERS_AT = STEPS_AT + 2 * PERIOD * TILES * 16;
-constexpr int FINISH_AT = BARRIERS_AT + (STAGES + BUFFERS) * 16;
+constexpr int BARRIERS_AT = STEPS_AT + 2 * PERIOD * sizeof(uint4[TILES + 1]), LAST_AT = BARRIERS_AT + (STAGES + ROW_STAGES + BUFFERS) * 16;
 
-#include "prefill_finish.cu"
+// What is known of a step. tile.x, y: unit of input 0 in planes 2 and 3; z: units from an input to the next in plane 2 (bits 0-7) and
+// plane 3 (8-15), and whether the tile lacks plane 2 (16) and 3 (17); w: `ratio`. place.x: number among the weight's blocks and input
+// tiles; y: input tile; z: first tile of the block.
+struct Step {
+    uint4 tile[TILES];
+    uint4 place;
+};
 
-// What a step needs to know of a tile. x, y: unit of input 0 in planes 2 and 3; z: units from an input to the next in plane 2 (bits
-// 0-7) and plane 3 (8-15), and whether the tile lacks plane 2 (16) and 3 (17); w: `ratio`.
-typedef uint4 Step;
+// Which steps a CTA takes.
+__device__ __forceinline__ u32 first_of(u32 cta, u32 steps) { return (u64)cta * steps / gridDim.x; }
+__device__ __forceinline__ u32 cta_of(u32 step, u32 steps) { return ((u64)(step + 1) * gridDim.x - 1) / steps; }
 
-// Steps `from` + lane of this CTA; origin: number of step 0 among the weight's blocks and input tiles.
-__device__ __forceinline__ void make_ready(const Args& args, Step* ready, int origin, int first_tile, int steps, int from, int lane) {
-    const int s = from + lane;
-    if (s >= steps) return;
-    const uint2 meta = args.w.meta[origin + s];
-    const uint4 ratio = *(const uint4*)(args.ratio + (u64)(origin + s) * 8 + first_tile);
+// The CTA's step s, `first + s` of all.
+__device__ __forceinline__ void make_ready(const Args& args, Step* ready, u32 first, int s) {
+    const u32 range = (first + s) / args.w.k_tiles, kt = (first + s) % args.w.k_tiles, first_tile = range % 2 * TILES;
+    const u64 at = (u64)(range >> 1) * args.w.k_tiles + kt;
+    const uint2 meta = args.w.meta[at];
+    const uint4 ratio = *(const uint4*)(args.ratio + at * 8 + first_tile);
     const u32 ratios[4] = {ratio.x, ratio.y, ratio.z, ratio.w};
     const u32 with2 = meta.y & 255, with3 = meta.y >> 8 & 255, count2 = __popc(with2), count3 = __popc(with3);
+    Step& to = ready[s & 2 * PERIOD - 1];
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
         const u32 tile = first_tile + i, before = (1u << tile) - 1, lacks = (~with2 >> tile & 1) << 16 | (~with3 >> tile & 1) << 17;
-        ready[(s & 2 * PERIOD - 1) * TILES + i] =
-            make_uint4(meta.x + __popc(with2 & before), meta.x + 64 * count2 + __popc(with3 & before), count2 | count3 << 8 | lacks, ratios[i]);
+        to.tile[i] = make_uint4(meta.x + __popc(with2 & before), meta.x + 64 * count2 + __popc(with3 & before), count2 | count3 << 8 | lacks, ratios[i]);
     }
+    to.place = make_uint4((u32)at, kt, first_tile, 0);
 }
 
-// What the two reading warps do. full, empty: barriers of the places of the ring.
+// So many steps behind those that read a step is behind everybody.
+constexpr int BEHIND = STAGES + 2 * READERS;
+
+// What the warps do that read the weight, a step each in turn. full, empty: barriers of the places of the ring.
 struct Reader {
     const Args& args;
     Step* ready;
-    u32 base, full, empty;
-    int origin, first_tile, begin, first_row, steps, me;
+    u32 base, full, empty, first;
+    int steps, lane;
+
+    // Planes 0 and 1, by one thread.
+    __device__ __forceinline__ void read_dense(int slot, u32 block_step, u32 first_tile) const {
+        barrier_arrive_expect(full + slot * 8, 2 * PLANE);
+        copy_box(base + slot * STAGE_BYTES, args.planes, first_tile * 16, block_step * 128, full + slot * 8);
+    }
+
+    // What the first steps have of it, which asks for nothing that must be loaded before.
+    __device__ __forceinline__ void read_first() const {
+        for (int s = lane; s < min(steps, STAGES); s += 32) {
+            const u32 range = (first + s) / args.w.k_tiles;
+            read_dense(s, (range >> 1) * args.w.k_tiles + (first + s) % args.w.k_tiles, range % 2 * TILES);
+        }
+    }
 
     __device__ __forceinline__ void read_weight(int s, int slot) const {
-        const u32 place = base + slot * STAGE_BYTES, barrier = full + slot * 8;
-        if (me == 0) {
-            barrier_expect(barrier, 2 * PLANE);
-            copy_box(place, args.planes, first_tile * 16, (origin + s) * 128, barrier);
+        const Step& step = ready[s & 2 * PERIOD - 1];
+        if (s >= STAGES && lane == 0) read_dense(slot, step.place.x, step.place.z);
+        const uint4 tile = step.tile[lane % TILES];
+        const u32 input = lane / TILES;  // and all further ones of the lane
+        const u32 to = base + slot * STAGE_BYTES + input * 64 + ((lane % TILES ^ (input >> 1 & 3)) << 4);
+        if (__any_sync(FULL, !(tile.z & 1 << 16))) {
+            read_plane<2, 0>(tile.z & 1 << 16, to, args.w.codes + (u64)(tile.x + input * (tile.z & 255)) * 16, (tile.z & 255) * 128);
+            read_plane<3, 0>(tile.z & 1 << 17, to, args.w.codes + (u64)(tile.y + input * (tile.z >> 8 & 255)) * 16, (tile.z >> 8 & 255) * 128);
         }
-        const Step step = ready[(s & 2 * PERIOD - 1) * TILES + me % TILES];
-        const u32 input = me / TILES;  // and all further ones of the thread
-        const u32 to = place + input * 64 + ((me % TILES ^ (input >> 1 & 3)) << 4);
-        if (__any_sync(FULL, !(step.z & 1 << 16))) {
-            read_plane<2, 0>(step.z & 1 << 16, to, args.w.codes + (u64)(step.x + input * (step.z & 255)) * 16, (step.z & 255) * (READING * 4));
-            read_plane<3, 0>(step.z & 1 << 17, to, args.w.codes + (u64)(step.y + input * (step.z >> 8 & 255)) * 16, (step.z >> 8 & 255) * (READING * 4));
-        }
-        barrier_arrive_copied(barrier);
+        barrier_arrive_copied(full + slot * 8);
     }
 
-    __device__ __forceinline__ void read_rows(int s, int slot) const {
-        if (me) return;
-        const u32 place = base + slot * STAGE_BYTES, barrier = full + slot * 8;
-        barrier_arrive_expect(barrier, TOKENS * 64 + 128);
-        copy_bulk(place + X_AT, args.x + ((u64)(begin + s) * args.rows_padded + first_row) * 64, TOKENS * 64, barrier);
-        copy_bulk(place + SMOOTHING_AT, args.smoothing + (begin + s) * 64, 128, barrier);
-    }
-
-    __device__ __forceinline__ void run(int lane) const {
-        for (int s = 0; s < min(steps, STAGES); ++s) read_weight(s, s);  // the weight may be read before the rows are there
-        wait_for_inputs();
-        for (int s = 0; s < min(steps, STAGES); ++s) read_rows(s, s);
-        int slot = 0;
-        u32 parity = 0;
+    __device__ __forceinline__ void run(int turn) const {
+        int slot = turn;
+        u32 parity = 1;  // the first use of a place waits for nobody
 #pragma unroll 1
-        for (int s = STAGES; s < steps; ++s) {
-            if (s % PERIOD == 0) {  // what stands there was for steps that are behind everybody
-                if (s > PERIOD && me < 32) make_ready(args, ready, origin, first_tile, steps, s, lane);
-                named_barrier<2, READING>();
+        for (int batch = 0, at = -BEHIND; batch < steps; batch += READERS, at += READERS) {
+            if (at >= PERIOD) {
+                at -= PERIOD;
+                const int from = batch - BEHIND - at + PERIOD;
+                named_barrier<2, 32 * READERS>();
+                if (turn == 0 && from + lane < steps) make_ready(args, ready, first, from + lane);
+                named_barrier<2, 32 * READERS>();
             }
-            barrier_wait(empty + slot * 8, parity);
-            read_weight(s, slot);
-            read_rows(s, slot);
-            parity ^= slot == STAGES - 1;
-            slot = slot == STAGES - 1 ? 0 : slot + 1;
+            const int s = batch + turn;
+            if (s < steps) {
+                barrier_wait(empty + slot * 8, parity);
+                read_weight(s, slot);
+            }
+            slot += READERS;
+            if (slot >= STAGES) slot -= STAGES, parity ^= 1;
         }
     }
 
 private:
     template <int P, int I>
     __device__ __forceinline__ void read_plane(u32 lacks, u32 to, const u8* from, u32 step) const {
-        copy16_unless<P * PLANE + I * READING * 16, 0>(lacks, to, from);
-        if constexpr ((I + 1) * READING < 64 * TILES) read_plane<P, I + 1>(lacks, to, from + step, step);
+        copy16_unless<P * PLANE + I * 512, 0>(lacks, to, from);
+        if constexpr (I < 7) read_plane<P, I + 1>(lacks, to, from + step, step);
     }
 };
+
+// One thread that reads rows.
+__device__ __forceinline__ void read_rows(const Args& args, u32 at, u32 full, u32 empty, u32 kt, int steps) {
+    wait_for_inputs();
+    int slot = 0;
+    u32 parity = 1;
+#pragma unroll 1
+    for (int s = 0; s < steps; ++s) {
+        barrier_wait(empty + slot * 8, parity);
+        barrier_arrive_expect(full + slot * 8, TOKENS * 64 + 128);
+        copy_bulk(at + slot * X_BYTES, args.x + (u64)kt * args.rows_padded * 64, TOKENS * 64, full + slot * 8);
+        copy_bulk(at + slot * X_BYTES + TOKENS * 64, args.smoothing + kt * 64, 128, full + slot * 8);
+        if (++kt == args.w.k_tiles) kt = 0;
+        if (++slot == ROW_STAGES) slot = 0, parity ^= 1;
+    }
+}
 
 // (code - zero) * by of two codes, rounded half to even; as the low bytes of two halves. code: 1024 + code, exact.
 __device__ __forceinline__ u32 scaled(u32 code, u32 zero, u32 by) { return half2_fma(half2_sub(code, zero), by, 0x66006600u); }
@@ -159,89 +193,161 @@ __device__ __forceinline__ void requantise(u32 p0, u32 p1, u32 p2, u32 p3, const
     }
 }
 
-// A tile: from plane words (this lane's row of plane 0) to codes. Row 8 t + g of the codes is output 8 g + t.
-template <bool WIDE>
-__device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, u32 to, u32 buffer_free, u32 parity, int lane) {
+// A tile: from plane words (this lane's row of plane 0) to codes. Row 8 t + g of the codes is output 8 g + t. `room` is called when the codes
+// need room, `read` when all plane words have been read.
+template <bool WIDE, typename Room, typename Read>
+__device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, u32 to, Room&& room, Read&& read) {
     constexpr int PLANES = WIDE ? 4 : 2;
-    u32 words[2][PLANES][4];  // [32 inputs each]
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2; ++half) {
+        u32 words[PLANES][4];
 #pragma unroll
-        for (int p = 0; p < PLANES; ++p) load_transposed(words[half][p], from + p * PLANE + half * (PLANE / 2));
-    u32 by[4][2], by16[4][2];
-#pragma unroll
-    for (int q = 0; q < 4; q += 2) {
-        const uint4 s = load_shared4(smoothing + q * 8);
+        for (int p = 0; p < PLANES; ++p) load_transposed(words[p], from + p * PLANE + half * (PLANE / 2));
+        const uint4 s = load_shared4(smoothing + half * 16);
         const u32 four[4] = {s.x, s.y, s.z, s.w};
+        u32 by[2][2], by16[2][2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            by[q + (i >> 1)][i & 1] = half2_mul(four[i], ratio);
-            by16[q + (i >> 1)][i & 1] = WIDE ? 0 : half2_mul(by[q + (i >> 1)][i & 1], 0x4c004c00u);
+            by[i >> 1][i & 1] = half2_mul(four[i], ratio);
+            by16[i >> 1][i & 1] = WIDE ? 0 : half2_mul(by[i >> 1][i & 1], 0x4c004c00u);
+        }
+#pragma unroll
+        for (int byte = 0; byte < 2; ++byte) {
+            u32 code[2][4];  // [four inputs each][j]
+#pragma unroll
+            for (int q = 0; q < 2; ++q) {
+                u32 p[4] = {};
+#pragma unroll
+                for (int i = 0; i < PLANES; ++i) p[i] = __byte_perm(words[i][2 * q], words[i][2 * q + 1], byte ? 0x7531 : 0x6420);
+                requantise<WIDE>(p[0], p[1], p[2], p[3], by[q], by16[q], code[q]);
+            }
+            if (half == 0 && byte == 0) room();
+            if (half == 1 && byte == 1) read();
+#pragma unroll
+            for (int j = 0; j < 4; ++j) store_shared2(to + (4 * byte + j) * 512 + half * 8, code[0][j], code[1][j]);
         }
     }
-    barrier_wait(buffer_free, parity);
+}
+
+// Eight rows of a tile's sums, complete: taken from memory, which is left zero, multiplied by the Hadamard matrix, permuted, rounded. room:
+// 8 x 66 floats of this warp.
+__device__ __forceinline__ void finish_rows(const Args& args, int range, int tile, int eight, float* room, int lane) {
+    const int nt = range * TILES + tile, g = lane >> 2, c = lane & 3;  // outputs 8 g + i of rows 2 c + side
+    if (nt >= args.w.n_tiles) return;
+    int* from = args.sums + (u64)range * SUMS + (tile * (TOKENS / 2) + eight) * 128 + lane;
+    int sum[2][8];
 #pragma unroll
-    for (int byte = 0; byte < 2; ++byte) {
-        u32 code[4][4];  // [four inputs each][j]
+    for (int i = 0; i < 8; ++i)
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            u32 p[4] = {};
+        for (int side = 0; side < 2; ++side) sum[side][i] = __ldcg(from + (i >> 1) * (TOKENS * 16) + ((i & 1) * 2 + side) * 32);
+    const u32 transform = args.transform[nt];
+    const float unit = args.unit[nt];
+    const bool rotated = transform != 255;
+    const u8* table = args.table + transform * 64;
+    uint2 signs = make_uint2(0, 0);
+    u32 code[2] = {2u * lane, 2u * lane + 1};  // of outputs 2 lane and 2 lane + 1
+    float scale[2], bias[2] = {0, 0}, factor[2] = {1, 1};
+    if (rotated) {
+        signs = *(const uint2*)(table + 8 * g);
+        const u32 two = *(const u16*)(table + 2 * lane);
+        code[0] = two & 63, code[1] = two >> 8 & 63;
+        factor[0] = two & 64 ? -0.125f : 0.125f, factor[1] = two & 64 << 8 ? -0.125f : 0.125f;
+    }
+    if (args.bias)
 #pragma unroll
-            for (int i = 0; i < PLANES; ++i) p[i] = __byte_perm(words[q >> 1][i][2 * (q & 1)], words[q >> 1][i][2 * (q & 1) + 1], byte ? 0x7531 : 0x6420);
-            requantise<WIDE>(p[0], p[1], p[2], p[3], by[q], by16[q], code[q]);
+        for (int i = 0; i < 2; ++i)
+            bias[i] = args.bias_type == 2 ? ((const float*)args.bias)[nt * 64 + 2 * lane + i] : from_half(((const u16*)args.bias)[nt * 64 + 2 * lane + i], args.bias_type);
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+        const int row = 8 * eight + 2 * c + side;
+        scale[side] = row < args.rows ? args.scale[row] * unit : 0.f;
+    }
+    float v[2][8];
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            from[(i >> 1) * (TOKENS * 16) + ((i & 1) * 2 + side) * 32] = 0;
+            const u32 sign = (i < 4 ? signs.x : signs.y) << (24 - 8 * (i & 3)) & 0x80000000u;
+            v[side][i] = __uint_as_float(__float_as_uint((float)sum[side][i] * scale[side]) ^ sign);
         }
+        if (!rotated) continue;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) store_shared4(to + (4 * byte + j) * 512, code[0][j], code[1][j], code[2][j], code[3][j]);
+        for (int d = 1; d < 8; d *= 2)
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (!(i & d)) {
+                    const float a = v[side][i], b = v[side][i + d];
+                    v[side][i] = a + b;
+                    v[side][i + d] = a - b;
+                }
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[side][i] = fmaf(v[side][i], lane & d ? -1.f : 1.f, __shfl_xor_sync(FULL, v[side][i], d));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int side = 0; side < 2; ++side)
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) *(float2*)(room + (2 * c + side) * 66 + 8 * g + i) = make_float2(v[side][i], v[side][i + 1]);
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+        const int row = 8 * eight + r;
+        if (row >= args.rows) break;
+        const u32 low = to_half(fmaf(room[r * 66 + code[0]], factor[0], bias[0]), XTYPE), high = to_half(fmaf(room[r * 66 + code[1]], factor[1], bias[1]), XTYPE);
+        *(u32*)((u16*)args.y + row * args.y_stride + nt * 64 + 2 * lane) = low | high << 16;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) u8 shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = warp >> 2;
-    const int splits = args.splits, split = blockIdx.x % splits, row_blocks = (args.rows + TOKENS - 1) / TOKENS;
-    const int first_row = blockIdx.x / splits % row_blocks * TOKENS, rows = min(args.rows - first_row, TOKENS);
-    const int tiles_before = blockIdx.x / splits / row_blocks * TILES, first_tile = tiles_before & 7;
-    const int begin = split * args.w.k_tiles / splits, steps = (split + 1) * args.w.k_tiles / splits - begin;
-    const int origin = (tiles_before >> 3) * args.w.k_tiles + begin;
+    const u32 first = first_of(blockIdx.x, args.steps), k_tiles = args.w.k_tiles;
+    const int steps = first_of(blockIdx.x + 1, args.steps) - first;
 
-    const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + STAGES * 8, coded = empty + STAGES * 8, used = coded + BUFFERS * 8;
+    const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + STAGES * 8;
+    const u32 rows_full = empty + STAGES * 8, rows_empty = rows_full + ROW_STAGES * 8, coded = rows_empty + ROW_STAGES * 8, used = coded + BUFFERS * 8;
     Step* ready = (Step*)(shared + STEPS_AT);
-    Finish& finish = *(Finish*)(shared + FINISH_AT);
+    u32* last = (u32*)(shared + LAST_AT);  // a number and so many ranges of outputs that this CTA finishes
+    const Reader reader{args, ready, base, full, empty, first, steps, lane};
     let_next_start();
-    if (threadIdx.x < STAGES) {
-        barrier_init(full + threadIdx.x * 8, READING + 1);
-        barrier_init(empty + threadIdx.x * 8, TILES + 4 * MULTIPLIERS);
-        if (threadIdx.x < BUFFERS) {
-            barrier_init(coded + threadIdx.x * 8, TILES);
-            barrier_init(used + threadIdx.x * 8, 4 * MULTIPLIERS);
+    if (warp == 4 * (GROUPS - 1)) {
+        if (lane == 0) {
+            for (int i = 0; i < STAGES; ++i) barrier_init(full + i * 8, 32 + 1), barrier_init(empty + i * 8, TILES);
+            for (int i = 0; i < ROW_STAGES; ++i) barrier_init(rows_full + i * 8, 1), barrier_init(rows_empty + i * 8, TILES + 4 * MULTIPLIERS);
+            for (int i = 0; i < BUFFERS; ++i) barrier_init(coded + i * 8, TILES), barrier_init(used + i * 8, 4 * MULTIPLIERS);
+            barriers_are_ready();
+            last[0] = 0;
         }
-        barriers_are_ready();
+        __syncwarp();
+        reader.read_first();
     }
-    if (warp < 2) make_ready(args, ready, origin, first_tile, steps, warp * PERIOD, lane);
-    prepare_finish(args, finish, tiles_before);
+    if (threadIdx.x < 2 * PERIOD && threadIdx.x < steps) make_ready(args, ready, first, threadIdx.x);
     __syncthreads();
 
     if (group == GROUPS - 1) {
         less_registers<32>();
-        if (warp < 4 * (GROUPS - 1) + READING / 32) {
-            const Reader reader{args, ready, base, full, empty, origin, first_tile, begin, first_row, steps, (int)threadIdx.x - 128 * (GROUPS - 1)};
-            reader.run(lane);
-        }
+        if ((warp & 3) < READERS)
+            reader.run(warp & 3);
+        else if (lane == 0)
+            read_rows(args, base + ROWS_AT, rows_full, rows_empty, first % k_tiles, steps);
         __syncwarp();
         named_barrier<1, THREADS>();
-        named_barrier<1, THREADS>();
-        exchange(args, shared, split, rows);
-    } else if (group < MULTIPLIERS) {
+        return;
+    }
+    if (group < MULTIPLIERS) {
         more_registers<160>();
         constexpr int MINE = TILES / MULTIPLIERS;
         int sum[MINE][TOKENS / 2] = {};
         int slot = 0, buffer = 0;
-        u32 parity = 0, buffer_parity = 0;
+        u32 parity = 0, buffer_parity = 0, left = k_tiles - first % k_tiles, range = first / k_tiles;
 #pragma unroll 1
         for (int s = 0; s < steps; ++s) {
-            barrier_wait(full + slot * 8, parity);
+            barrier_wait(rows_full + slot * 8, parity);
             barrier_wait(coded + buffer * 8, buffer_parity);
-            const u64 x = operand(base + slot * STAGE_BYTES + X_AT), codes = operand(base + CODES_AT + buffer * BUFFER_BYTES + group * MINE * TILE_BYTES);
+            const u64 x = operand(base + ROWS_AT + slot * X_BYTES), codes = operand(base + CODES_AT + buffer * BUFFER_BYTES + group * MINE * TILE_BYTES);
             products_begin();
 #pragma unroll
             for (int i = 0; i < MINE; ++i)
@@ -251,70 +357,97 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             if (s) {
                 products_wait<1>();  // those of the step before
                 if (lane == 0) {
-                    barrier_arrive(empty + (slot ? slot - 1 : STAGES - 1) * 8);
+                    barrier_arrive(rows_empty + (slot ? slot - 1 : ROW_STAGES - 1) * 8);
                     barrier_arrive(used + (buffer ? buffer - 1 : BUFFERS - 1) * 8);
                 }
             }
-            parity ^= slot == STAGES - 1;
-            slot = slot == STAGES - 1 ? 0 : slot + 1;
+            parity ^= slot == ROW_STAGES - 1;
+            slot = slot == ROW_STAGES - 1 ? 0 : slot + 1;
             buffer_parity ^= buffer == BUFFERS - 1;
             buffer = buffer == BUFFERS - 1 ? 0 : buffer + 1;
-        }
-        products_wait<0>();
-        wait_for_inputs();  // scales
-        named_barrier<1, THREADS>();  // nobody needs the ring any more
-        const int g = lane >> 2, c = lane & 3, w = warp & 3;
-        float unit[MINE];
+            if (--left && s + 1 < steps) continue;
+
+            // The range of outputs, or this CTA's part of it, is complete.
+            products_wait<0>();
+            wait_for_inputs();  // the launch before last may still use the sums
+            const u32 room = base + SENT_AT + warp * SENT;
+            int* to = args.sums + (u64)range * SUMS + (warp & 3) * (TOKENS * 16);
 #pragma unroll
-        for (int i = 0; i < MINE; ++i) unit[i] = tiles_before + group * MINE + i < args.w.n_tiles ? args.unit[tiles_before + group * MINE + i] : 0.f;
+            for (int i = 0; i < MINE; ++i)
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; ++n)
+                for (int n = 0; n < TOKENS / 8; n += SENT_ROWS / 8) {
+                    if (8 * n >= args.rows) break;
+                    if (lane == 0) sent_wait<true>();  // the room is free
+                    __syncwarp();
 #pragma unroll
-            for (int side = 0; side < 2; ++side) {
-                const int row = 8 * n + 2 * c + side;
-                asm volatile("" ::: "memory");  // one row after the other: registers are few
-                const float scale = row < rows ? args.scale[first_row + row] : 0.f;
+                    for (int k = 0; k < SENT_ROWS / 2; ++k) store_shared(room + k * 128 + lane * 4, sum[i][4 * n + k]);
+                    written_for_products();
+                    __syncwarp();
+                    if (lane == 0) add_bulk(to + (group * MINE + i) * (TOKENS * 64) + n * 128, room, min(SENT_ROWS, (args.rows - 8 * n + 7) / 8 * 8) * 64);
+                }
 #pragma unroll
-                for (int i = 0; i < MINE; ++i)
-                    *(float2*)(shared + sum_at(row, group * MINE + i, 2 * g + (w >> 1)) + (w & 1) * 8) =
-                        make_float2((float)sum[i][4 * n + side] * (scale * unit[i]), (float)sum[i][4 * n + 2 + side] * (scale * unit[i]));
+            for (int i = 0; i < MINE; ++i)
+#pragma unroll
+                for (int k = 0; k < TOKENS / 2; ++k) sum[i][k] = 0;
+            if (lane == 0) {
+                sent_wait<false>();
+                __threadfence();
             }
-        named_barrier<1, THREADS>();
-        exchange(args, shared, split, rows);
-        finish_rows<MULTIPLIERS + EXPANDERS, 4>(args, shared, finish, split, tiles_before, first_row, rows, warp, lane);
+            named_barrier<3, 128 * MULTIPLIERS>();
+            if (threadIdx.x == 0) {
+                const u32 of_range = range * k_tiles, parts = cta_of(of_range + k_tiles - 1, args.steps) - cta_of(of_range, args.steps) + 1;
+                if (atomicAdd(args.arrivals + range, 1) == parts - 1) {
+                    args.arrivals[range] = 0;
+                    last[++last[0]] = range;
+                }
+            }
+            left = k_tiles;
+            ++range;
+        }
+        if (threadIdx.x == 0) __threadfence();
     } else {
+        if constexpr (TOKENS == 128)
+            less_registers<64>();
+        else
+            less_registers<80>();
         const int turn = group - MULTIPLIERS, tile = warp & 3;
         u32 from = base + lane * 64 + ((tile ^ (lane >> 1 & 3)) << 4);
         const int g = lane >> 2, c = lane & 3;
         u32 to = base + CODES_AT + tile * TILE_BYTES + g * 64 + ((c ^ (g >> 1 & 3)) << 4);
         asm("" : "+r"(from), "+r"(to));
-        int slot = turn, buffer = turn % BUFFERS;
-        u32 parity = 0, buffer_parity = 1;  // a buffer's first use waits for nobody
+        int slot = turn, row_slot = turn, buffer = turn;
+        u32 parity = 0, row_parity = 0, buffer_parity = 1;  // a buffer's first use waits for nobody
 #pragma unroll 1
         for (int s = turn; s < steps; s += EXPANDERS) {
             const u32 at = slot * STAGE_BYTES, into = to + buffer * BUFFER_BYTES;
+            const u32 smoothing = base + ROWS_AT + row_slot * X_BYTES + TOKENS * 64 + c * 32;
             barrier_wait(full + slot * 8, parity);
-            const uint2 step = *(const uint2*)&ready[(s & 2 * PERIOD - 1) * TILES + tile].z;
-            const u32 smoothing = base + at + SMOOTHING_AT + c * 32;
+            barrier_wait(rows_full + row_slot * 8, row_parity);
+            const uint2 step = *(const uint2*)&ready[s & 2 * PERIOD - 1].tile[tile].z;
+            const auto room = [&] { barrier_wait(used + buffer * 8, buffer_parity); };
+            const auto read = [&] {
+                __syncwarp();
+                if (lane == 0) barrier_arrive(empty + slot * 8), barrier_arrive(rows_empty + row_slot * 8);
+            };
             if (~step.x & 3 << 16)
-                expand_tile<true>(from + at, smoothing, step.y, into, used + buffer * 8, buffer_parity, lane);
+                expand_tile<true>(from + at, smoothing, step.y, into, room, read);
             else
-                expand_tile<false>(from + at, smoothing, step.y, into, used + buffer * 8, buffer_parity, lane);
+                expand_tile<false>(from + at, smoothing, step.y, into, room, read);
             written_for_products();
             __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(coded + buffer * 8);
-                barrier_arrive(empty + slot * 8);
-            }
+            if (lane == 0) barrier_arrive(coded + buffer * 8);
             slot += EXPANDERS;
             if (slot >= STAGES) slot -= STAGES, parity ^= 1;
+            row_slot += EXPANDERS;
+            if (row_slot >= ROW_STAGES) row_slot -= ROW_STAGES, row_parity ^= 1;
             buffer += EXPANDERS;
             if (buffer >= BUFFERS) buffer -= BUFFERS, buffer_parity ^= 1;
         }
         __syncwarp();
-        named_barrier<1, THREADS>();
-        named_barrier<1, THREADS>();
-        exchange(args, shared, split, rows);
-        finish_rows<MULTIPLIERS + EXPANDERS, 2>(args, shared, finish, split, tiles_before, first_row, rows, warp, lane);
+        wait_for_inputs();
     }
+    named_barrier<1, THREADS>();  // nobody needs the rings any more
+    for (u32 i = 1; i <= last[0]; ++i)
+        for (int unit = warp; unit < TILES * ((args.rows + 7) / 8); unit += WORKERS)
+            finish_rows(args, last[i], unit % TILES, unit / TILES, (float*)shared + warp * 8 * 66, lane);
 }

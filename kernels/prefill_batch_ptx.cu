@@ -16,9 +16,8 @@ __device__ __forceinline__ u32 half2_fma(u32 a, u32 b, u32 c) {
     return r;
 }
 
-__device__ __forceinline__ void store_shared4(u32 at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
+__device__ __forceinline__ void store_shared2(u32 at, u32 a, u32 b) { asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory"); }
+__device__ __forceinline__ void store_shared(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
 __device__ __forceinline__ uint4 load_shared4(u32 at) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
@@ -37,6 +36,19 @@ __device__ __forceinline__ void more_registers() {
 template <int COUNT>
 __device__ __forceinline__ void less_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// Adds whole numbers in shared memory to those in global memory, in one instruction of one thread.
+__device__ __forceinline__ void add_bulk(int* to, u32 from, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+// Until what this thread has sent so is read (or, not only READ, is there).
+template <bool READ>
+__device__ __forceinline__ void sent_wait() {
+    if constexpr (READ)
+        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    else
+        asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async;" ::: "memory");
 }
 
 // What this thread wrote to shared memory shall be seen by the tensor core's own reads.

@@ -19,8 +19,11 @@ from vllm_tilequant.schema import TILE
 TOKENS = (16, 32, 64, 128)
 #: Threads of a CTA; bytes of a block of the decode form at one input tile.
 THREADS, _BLOCK_BYTES = 256, 4 * 8192
-#: Tiles of a CTA of the short kernel.
+_BATCH_ROWS_THREADS = 128
+#: Tiles of a CTA of the short kernel, and of a step of the one for batches.
 SHORT_TILES = 4
+#: Room for a number and ranges of outputs that a CTA of the kernel for batches finishes.
+_MOST_RANGES = 64
 #: Most memory for sums that CTAs of the short kernel hand each other in one launch.
 PARTS_BYTES = 2**26
 #: Of the expansion: CTAs that a multiprocessor holds, bytes of shared memory of one, further ones for every step, most steps.
@@ -33,7 +36,7 @@ _NO_ROWS = torch.bfloat16
 #: Inputs of a row that the expansion's launch can quantise, and to how many bytes its rows must be aligned.
 MOST_INPUTS, ALIGNMENT = 16384, 16
 _FOLDER = Path(__file__).parent
-_HEADERS = (_FOLDER / "ptx.cu", *(_FOLDER / f"prefill_{part}.cu" for part in ("ptx", "planes", "rows", "finish", "batch_ptx")))
+_HEADERS = (_FOLDER / "ptx.cu", *(_FOLDER / f"prefill_{part}.cu" for part in ("ptx", "planes", "rows", "batch_ptx")))
 
 
 class _Weight(ctypes.Structure):
@@ -86,11 +89,11 @@ class BatchArgs(ctypes.Structure):
         ("planes", ctypes.c_ubyte * 128),
         ("w", _Weight),
         *((name, ctypes.c_void_p) for name in (
-            "ratio", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "parts",
+            "ratio", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "sums", "arrivals",
         )),
         ("y_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "splits", "bias_type")),
-        ("padding", ctypes.c_ubyte * 56),
+        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type")),
+        ("padding", ctypes.c_ubyte * 48),
     ]  # fmt: skip
 
 
@@ -258,18 +261,34 @@ def takes_batch(x: Tensor) -> bool:
 
 
 def batch_tokens(rows: int) -> int:
-    """Rows of a CTA of the kernel for batches."""
-    return next((t for t in TOKENS if rows <= t), TOKENS[-1])
+    """Rows of the kernel for batches that up to 128 rows take."""
+    return next(t for t in TOKENS if rows <= t)
 
 
 def batch_geometry(tokens: int) -> tuple[int, int]:
     """Threads of a CTA of the kernel for batches, and bytes; mirrors the layout at the top of prefill_batch.cu."""
-    stages = {128: 6, 64: 8}.get(tokens, 9)
-    stage = -(-(_BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + tokens * 64 + 128) // 512) * 512
-    ring = max(-(-stages * stage // 1024) * 1024, tokens * SHORT_TILES * 256)
-    buffers = 3
-    kept = buffers * SHORT_TILES * 4096 + 64 * SHORT_TILES * 16 + (stages + buffers) * 16 + SHORT_TILES * (64 * 5 + 4)
-    return 128 * (4 if tokens == 128 else 5), ring + kept
+    many = tokens == 128
+    stages, row_stages, buffers = 6, 4 if many else 6, 3 if many else 4
+    rings = stages * _BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + row_stages * (tokens * 64 + 512)
+    sent = (8 if many else 4) * 64 * min(tokens, 64)
+    kept = buffers * SHORT_TILES * 4096 + sent + 64 * (SHORT_TILES + 1) * 16 + (stages + row_stages + buffers) * 16
+    return 640, -(-rings // 1024) * 1024 + kept + 4 * _MOST_RANGES
+
+
+_sums: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+
+def batch_sums(device: torch.device, n: int) -> tuple[Tensor, Tensor]:
+    """Where CTAs of the kernel for batches add up N outputs of up to 128 rows, and count each other: zeros between launches, of the
+    process, shared by all layers. Made at load, so that a server's memory profile counts it. Not for two streams at once."""
+    ranges = -(-n // (SHORT_TILES * TILE))
+    held = _sums.get(device)
+    if held is None or held[1].numel() < ranges:
+        _sums.pop(device, None)
+        held = None  # before the larger one is allocated
+        sums = torch.zeros(ranges * SHORT_TILES * TILE * TOKENS[-1], dtype=torch.int32, device=device)
+        held = _sums[device] = sums, torch.zeros(ranges, dtype=torch.int32, device=device)
+    return held
 
 
 def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -282,29 +301,32 @@ def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tenso
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
     args = BatchRows(x.data_ptr(), _pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0), k, padded)
     _batch_rows_module(x.device, x.dtype).kernel("batch_rows").launch(
-        args, grid=m, threads=THREADS, cluster=1, shared_bytes=0, stream=current_stream(x.device), overlap=True
+        args, grid=m, threads=_BATCH_ROWS_THREADS, cluster=1, shared_bytes=0, stream=current_stream(x.device), overlap=True
     )
     return q, scale
 
 
 def batch(
-    q: Tensor, scale: Tensor, w: DecodeWeight, block: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, out: Tensor, splits: int
+    q: Tensor, scale: Tensor, w: DecodeWeight, block: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, out: Tensor
 ) -> None:
-    """y of rows by `quantize_batch`. block: `PrefillWeight.block`'s parts; out: [M, N]"""
-    weight, rows = _weight(w), out.shape[0]
-    tokens = batch_tokens(rows)
-    grid = splits * -(-rows // tokens) * -(-weight.n_tiles // SHORT_TILES)
-    parts = torch.empty(grid * tokens * SHORT_TILES * TILE if splits > 1 else 0, dtype=torch.float32, device=q.device)
+    """y of rows by `quantize_batch`. block: `ratio`, `unit` and `of_input` of `PrefillWeight`; out: [M, N], rows aligned to pairs"""
+    weight = _weight(w)
+    steps = -(-weight.n_tiles // SHORT_TILES) * weight.k_tiles
+    grid = min(multiprocessors(w.device).count, steps)
+    sums, arrivals = batch_sums(w.device, w.out_features)
     planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, SHORT_TILES))
-    args = BatchArgs(
-        planes, weight, *(t.data_ptr() for t in block), q.data_ptr(), scale.data_ptr(), w.transform.data_ptr(),
-        w.table.data_ptr(), _pointer(bias), out.data_ptr(), parts.data_ptr(), out.stride(0), rows, q.shape[1], splits,
-        0 if bias is None else DTYPES.index(bias.dtype),
-    )  # fmt: skip
-    threads, size = batch_geometry(tokens)
-    _batch_module(w.device, out.dtype, tokens).kernel("batch").launch(
-        args, grid=grid, threads=threads, cluster=splits, shared_bytes=size, stream=current_stream(w.device), overlap=True
-    )
+    for first in range(0, out.shape[0], TOKENS[-1]):
+        y = out[first : first + TOKENS[-1]]
+        tokens = batch_tokens(y.shape[0])
+        args = BatchArgs(
+            planes, weight, *(t.data_ptr() for t in block), q.data_ptr() + first * TILE, scale.data_ptr() + first * 4,
+            w.transform.data_ptr(), w.table.data_ptr(), _pointer(bias), y.data_ptr(), sums.data_ptr(), arrivals.data_ptr(),
+            y.stride(0), y.shape[0], q.shape[1], steps, 0 if bias is None else DTYPES.index(bias.dtype),
+        )  # fmt: skip
+        threads, size = batch_geometry(tokens)
+        _batch_module(w.device, out.dtype, tokens).kernel("batch").launch(
+            args, grid=grid, threads=threads, cluster=1, shared_bytes=size, stream=current_stream(w.device), overlap=True
+        )
 
 
 def _pointer(t: Tensor | None) -> int | None:

@@ -206,7 +206,7 @@ def self_check(device: torch.device, path: str) -> str | None:
         counts = (9, 17, 33, 65)  # every kind of CTA of the short kernel
         drawn = [torch.randn(m, packed.in_features, dtype=torch.float32, generator=g) for m in counts]
         matrices = transforms[packed.output_transform.long()]
-        w, config = decode_weight.prepare(packed, transforms), PrefillConfig(2, 128, 2)
+        w, config = decode_weight.prepare(packed, transforms), PrefillConfig(2, 128)
         wanted = [linear_ref(x, packed, matrices, int8=True) for x in drawn]
         in_batch = [prefill_block_ref(x.bfloat16(), packed, matrices) for x in drawn]
         codes, _ = requantize_ref(packed, matrices)
@@ -282,7 +282,7 @@ def prefill_linear(
     if how == "batch":
         y = _output(x, n, out)
         q, scale = prefill_cuda.quantize_batch(x, p.unsmoothing)
-        prefill_cuda.batch(q, scale, w, (p.ratio, p.unit, p.of_input), bias, y, config.batch_splits)
+        prefill_cuda.batch(q, scale, w, (p.ratio, p.unit, p.of_input), bias, y)
         return y
     if how == "short":
         q, scale = portable.quantize_groups(x, rotation)

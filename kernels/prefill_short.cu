@@ -36,17 +36,42 @@ constexpr int THREADS = 32 * (WARPS + READERS), READING = READERS ? 32 * READERS
 constexpr int GROUP = TOKENS == 128 ? 32 : TOKENS;  // rows that are computed or left out together
 constexpr int PLANE = TILES * 1024;  // bytes of a plane of a step: [64 inputs][tiles], a tile at place tile ^ (input / 2 & 3)
 constexpr int X_AT = 4 * PLANE, SCALE_AT = X_AT + TOKENS * 64, STAGE_BYTES = (SCALE_AT + TOKENS * 4 + 511) / 512 * 512;
-
-#include "prefill_finish.cu"
-
+constexpr int ROW_BYTES = TILES * 256;  // of a row of sums
 // Shared memory, as `shared_bytes` in prefill_cuda.py counts it: the ring, and in the end sums; steps; barriers; what finishing needs.
 constexpr int RING_BYTES = STAGES * STAGE_BYTES, STEPS_AT = RING_BYTES > TOKENS * ROW_BYTES ? RING_BYTES : TOKENS * ROW_BYTES;
 constexpr int PERIOD = 32;  // steps that are made ready at a time, two periods kept
 constexpr int BARRIERS_AT = STEPS_AT + 2 * PERIOD * TILES * 16, FINISH_AT = BARRIERS_AT + STAGES * 16;
 
+#if XTYPE == 2
+typedef float Output;
+__device__ __forceinline__ float rounded(float f) { return f; }
+#else
+typedef u16 Output;
+__device__ __forceinline__ u16 rounded(float f) { return to_half(f, XTYPE); }
+#endif
+
 // What a step needs to know of a tile. x, y: unit of input 0 in planes 2 and 3; z: units from an input to the next in plane 2 (bits
 // 0-7) and plane 3 (8-15), and whether the tile lacks plane 2 (16) and 3 (17); w: the value of a step of 8-bit codes.
 typedef uint4 Step;
+
+// Of the CTA's outputs: bias, an entry of the table (the identity's is i, without signs); what rotated sums are multiplied with.
+struct Finish {
+    float bias[TILES * 64];
+    u8 code[TILES * 64];
+    float factor[TILES];  // 0 for the identity
+};
+
+__device__ __forceinline__ void prepare_finish(const Args& args, Finish& finish, int tiles_before) {
+    if (threadIdx.x >= TILES * 64) return;
+    const int tile = threadIdx.x >> 6, i = threadIdx.x & 63, nt = tiles_before + tile;
+    if (nt >= args.w.n_tiles) return;
+    const u32 transform = args.transform[nt];
+    finish.code[threadIdx.x] = transform != 255 ? args.table[transform * 64 + i] : i;
+    if (i == 0) finish.factor[tile] = transform != 255 ? 0.125f : 0.f;
+    float bias = 0;
+    if (args.bias) bias = args.bias_type == 2 ? ((const float*)args.bias)[nt * 64 + i] : from_half(((const u16*)args.bias)[nt * 64 + i], args.bias_type);
+    finish.bias[threadIdx.x] = bias;
+}
 
 // A step of four tiles, from `first_tile` of the block on, of what the weight says about all eight.
 __device__ __forceinline__ void make_step(Step* ready, uint2 meta, float4 factor, int first_tile) {
@@ -186,6 +211,91 @@ __device__ __forceinline__ void add_products(const u32 (&code)[2][2][4], const u
     }
 }
 
+// Where a row's sums of 4 outputs stand among those of a CTA: twisted, so that eight lanes that write or read meet every bank.
+__device__ __forceinline__ u32 sum_at(int row, int tile, int four) {
+    return row * ROW_BYTES + tile * 256 + ((four ^ (row >> 1 & 1 | (row << 2 ^ row) & 4)) << 4);
+}
+
+// The rows of `mine` from first_mine on, finished under one tile, by a warp that takes `rounds` of eight: the parts of the CTAs are added
+// up, `own` being here and the others in `parts`, multiplied by the Hadamard matrix, permuted, rounded.
+__device__ __forceinline__ void finish_tile(u8* sums, const u8* parts, const Finish& finish, int splits, int own, int first_mine, int mine, int round, int tile,
+                                            Output* y, long long y_stride, int lane) {
+    const int g = lane >> 2, part = lane & 3;  // four lanes to a row: outputs 16 i + 4 part + e
+    const bool rotated = finish.factor[tile] != 0;
+    const float low = part & 1 ? -1.f : 1.f, high = part & 2 ? -1.f : 1.f;
+    u32 at[2], e[2];  // of the sums that become outputs `lane` and `lane + 32`
+    float factor[2], bias[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 code = finish.code[tile * 64 + 32 * i + lane];
+        at[i] = (code & 63) >> 2;
+        e[i] = (code & 3) * 4;
+        factor[i] = !rotated ? 1.f : code & 64 ? -0.125f : 0.125f;
+        bias[i] = finish.bias[tile * 64 + 32 * i + lane];
+    }
+#pragma unroll 1
+    for (int first = round * 8; first < mine; first += 16) {
+        const int row = first_mine + min(first + g, mine - 1);
+        float v[16];
+#pragma unroll
+        for (int k = 0; k < 16; ++k) v[k] = 0;
+#pragma unroll 1
+        for (int s = 0; s < splits; s += 4) {  // four parts under way
+            float4 more[4][4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                if (s + k < splits)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const u32 from = sum_at(row, tile, 4 * i + part);
+                        more[k][i] = s + k == own ? *(const float4*)(sums + from) : load_fresh(parts + (u64)(s + k) * TOKENS * ROW_BYTES + from);
+                    }
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                if (s + k < splits)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        v[4 * i] += more[k][i].x;
+                        v[4 * i + 1] += more[k][i].y;
+                        v[4 * i + 2] += more[k][i].z;
+                        v[4 * i + 3] += more[k][i].w;
+                    }
+        }
+        if (rotated) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u32 signs = *(const u32*)(finish.code + tile * 64 + 16 * i + 4 * part);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) v[4 * i + k] = __uint_as_float(__float_as_uint(v[4 * i + k]) ^ (signs << (24 - 8 * k) & 0x80000000u));
+            }
+#pragma unroll
+            for (int d = 1; d < 16; d *= 2)
+#pragma unroll
+                for (int i = 0; i < 16; ++i)
+                    if (!(i & d)) {
+                        const float a = v[i], b = v[i + d];
+                        v[i] = a + b;
+                        v[i + d] = a - b;
+                    }
+#pragma unroll
+            for (int i = 0; i < 16; ++i) v[i] = fmaf(v[i], low, __shfl_xor_sync(FULL, v[i], 1));
+#pragma unroll
+            for (int i = 0; i < 16; ++i) v[i] = fmaf(v[i], high, __shfl_xor_sync(FULL, v[i], 2));
+        }
+        if (first + g < mine)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) *(float4*)(sums + sum_at(row, tile, 4 * i + part)) = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < 8; ++k)
+            if (first + k < mine) {
+                const int done = first_mine + first + k;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) y[done * y_stride + 32 * i + lane] = rounded(fmaf(*(const float*)(sums + sum_at(done, tile, at[i]) + e[i]), factor[i], bias[i]));
+            }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) short_rows(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) u8 shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tile = warp >> 1, half = warp & 1, g = lane >> 2, c = lane & 3;
@@ -271,6 +381,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) short_rows(const
                 *(float4*)(shared + sum_at(8 * n + 2 * c + side, tile, 2 * g + half)) =
                     make_float4(total[n][side], total[n][2 + side], total[n][4 + side], total[n][6 + side]);
     __syncthreads();
-    exchange(args, shared, split, rows);
-    if (warp < WARPS) finish_rows<WARPS / TILES, 4>(args, shared, finish, split, tiles_before, first_row, rows, warp, lane);
+    const int rows_here = (rows + splits - 1) / splits, first_mine = split * rows_here, mine = min(rows_here, rows - first_mine);
+    if (splits > 1) {
+        u8* to = args.parts + (u64)blockIdx.x * TOKENS * ROW_BYTES;
+        for (int i = threadIdx.x * 16; i < rows * ROW_BYTES; i += THREADS * 16)
+            if ((u32)(i / ROW_BYTES - first_mine) >= (u32)rows_here) *(float4*)(to + i) = *(const float4*)(shared + i);
+        cluster_arrive();
+        cluster_wait();
+    }
+    if (warp < WARPS && tiles_before + warp % TILES < args.w.n_tiles)
+        finish_tile(shared, args.parts + (u64)(blockIdx.x - split) * TOKENS * ROW_BYTES, finish, splits, split, first_mine, mine, warp / TILES, warp % TILES,
+                    (Output*)args.y + first_row * args.y_stride + (tiles_before + warp % TILES) * 64, args.y_stride, lane);
 }

@@ -103,16 +103,14 @@ class PrefillConfig:
     splits: CTAs of a cluster that share the input tiles in the short kernel, up to 16
     short_rows: rows up to which the weight is expanded inside the product (by the short kernel or the one for batches), the
         expansion and one whole product beyond
-    batch_splits: as `splits`, in the kernel for batches
     """
 
     splits: int = 1
     short_rows: int = 32
-    batch_splits: int = 1
 
     def __post_init__(self) -> None:
-        if not (1 <= self.splits <= 16 and 1 <= self.batch_splits <= 16) or self.short_rows < 0:
-            raise ValueError(f"{self}: wanted splits and batch_splits 1 to 16, short_rows >= 0")
+        if not 1 <= self.splits <= 16 or self.short_rows < 0:
+            raise ValueError(f"{self}: wanted splits 1 to 16, short_rows >= 0")
 
 
 @functools.cache
@@ -154,20 +152,17 @@ def tuned_prefill(gpu: str) -> dict[tuple[int, int], PrefillConfig]:
 
 def default_prefill_config(n: int, k: int, multiprocessors: int) -> PrefillConfig:
     """The documented default: of 1 to 8 splits (the portable cluster), with two input tiles to a CTA at least, the fewest that
-    keep four fifths of the places for CTAs of 256 outputs busy; else those that keep most busy. The short kernel has two places
-    on a multiprocessor, the one for batches one. Expanded inside the product are up to 128 rows of a large weight, whose
-    expansion takes long, up to 64 of others."""
+    keep four fifths of the places for CTAs of 256 outputs busy, two to a multiprocessor; else those that keep most busy. Expanded
+    inside the product are up to 128 rows of a large weight, whose expansion takes long, up to 64 of others."""
     blocks = -(-n // 256)
+
+    def busy(splits: int) -> float:
+        waves = blocks * splits / (2 * multiprocessors)
+        return waves / -(-waves // 1)
+
     legal = [s for s in range(1, 9) if s == 1 or k // 64 >= 2 * s]
-
-    def splits(places: int) -> int:
-        def busy(splits: int) -> float:
-            waves = blocks * splits / places
-            return waves / -(-waves // 1)
-
-        return next((s for s in legal if busy(s) >= 0.8), max(legal, key=busy))
-
-    return PrefillConfig(splits(2 * multiprocessors), 128 if n * k >= 2**26 else 64, splits(multiprocessors))
+    splits = next((s for s in legal if busy(s) >= 0.8), max(legal, key=busy))
+    return PrefillConfig(splits, 128 if n * k >= 2**26 else 64)
 
 
 @functools.cache
