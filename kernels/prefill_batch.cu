@@ -197,34 +197,46 @@ __device__ __forceinline__ void requantise(u32 p0, u32 p1, u32 p2, u32 p3, const
 // need room, `read` when all plane words have been read.
 template <bool WIDE, typename Room, typename Read>
 __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, u32 to, Room&& room, Read&& read) {
-    constexpr int PLANES = WIDE ? 4 : 2;
+    constexpr int PLANES = WIDE ? 4 : 2, QUADS = TOKENS == 128 ? 2 : 4, HALVES = QUADS / 2;  // four inputs each, at a time: what registers allow
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        u32 words[PLANES][4];
+    for (int half = 0; half < 2; half += HALVES) {
+        u32 words[HALVES][PLANES][4];
 #pragma unroll
-        for (int p = 0; p < PLANES; ++p) load_transposed(words[p], from + p * PLANE + half * (PLANE / 2));
-        const uint4 s = load_shared4(smoothing + half * 16);
-        const u32 four[4] = {s.x, s.y, s.z, s.w};
-        u32 by[2][2], by16[2][2];
+        for (int h = 0; h < HALVES; ++h)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            by[i >> 1][i & 1] = half2_mul(four[i], ratio);
-            by16[i >> 1][i & 1] = WIDE ? 0 : half2_mul(by[i >> 1][i & 1], 0x4c004c00u);
+            for (int p = 0; p < PLANES; ++p) load_transposed(words[h][p], from + p * PLANE + (half + h) * (PLANE / 2));
+        u32 by[QUADS][2], by16[QUADS][2];
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+            const uint4 s = load_shared4(smoothing + (half + h) * 16);
+            const u32 four[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                u32& one = by[2 * h + (i >> 1)][i & 1];
+                one = half2_mul(four[i], ratio);
+                by16[2 * h + (i >> 1)][i & 1] = WIDE ? 0 : half2_mul(one, 0x4c004c00u);
+            }
         }
 #pragma unroll
         for (int byte = 0; byte < 2; ++byte) {
-            u32 code[2][4];  // [four inputs each][j]
+            u32 code[QUADS][4];  // [..][j]
 #pragma unroll
-            for (int q = 0; q < 2; ++q) {
+            for (int q = 0; q < QUADS; ++q) {
                 u32 p[4] = {};
 #pragma unroll
-                for (int i = 0; i < PLANES; ++i) p[i] = __byte_perm(words[i][2 * q], words[i][2 * q + 1], byte ? 0x7531 : 0x6420);
+                for (int i = 0; i < PLANES; ++i) p[i] = __byte_perm(words[q >> 1][i][2 * (q & 1)], words[q >> 1][i][2 * (q & 1) + 1], byte ? 0x7531 : 0x6420);
                 requantise<WIDE>(p[0], p[1], p[2], p[3], by[q], by16[q], code[q]);
             }
             if (half == 0 && byte == 0) room();
-            if (half == 1 && byte == 1) read();
+            if (half + HALVES == 2 && byte == 0) read();
 #pragma unroll
-            for (int j = 0; j < 4; ++j) store_shared2(to + (4 * byte + j) * 512 + half * 8, code[0][j], code[1][j]);
+            for (int j = 0; j < 4; ++j) {
+                const u32 at = to + (4 * byte + j) * 512 + half * 8;
+                if constexpr (QUADS == 4)
+                    store_shared4(at, code[0][j], code[1][j], code[2][j], code[3][j]);
+                else
+                    store_shared2(at, code[0][j], code[1][j]);
+            }
         }
     }
 }
@@ -341,8 +353,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
         more_registers<160>();
         constexpr int MINE = TILES / MULTIPLIERS;
         int sum[MINE][TOKENS / 2] = {};
-        int slot = 0, buffer = 0;
-        u32 parity = 0, buffer_parity = 0, left = k_tiles - first % k_tiles, range = first / k_tiles;
+        int slot = 0, buffer = 0, sent_at = steps;
+        u32 parity = 0, buffer_parity = 0, left = k_tiles - first % k_tiles, range = first / k_tiles, arrived = range;
+        // Of the ranges before `range`, whose sums this warp has sent: says so, and whether it is the last to do it.
+        const auto arrive = [&] {
+            if (arrived < range && lane == 0) {
+                sent_wait<false>();
+                __threadfence();
+                for (u32 of = arrived; of < range; ++of) {
+                    const u32 begin = of * k_tiles, ctas = cta_of(begin + k_tiles - 1, args.steps) - cta_of(begin, args.steps) + 1;
+                    if (atomicAdd(args.arrivals + of, 1) == ctas * 4 * MULTIPLIERS - 1) {
+                        args.arrivals[of] = 0;
+                        last[1 + atomicAdd(last, 1)] = of;
+                    }
+                }
+                __threadfence();
+            }
+            arrived = range;
+        };
 #pragma unroll 1
         for (int s = 0; s < steps; ++s) {
             barrier_wait(rows_full + slot * 8, parity);
@@ -365,6 +393,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             slot = slot == ROW_STAGES - 1 ? 0 : slot + 1;
             buffer_parity ^= buffer == BUFFERS - 1;
             buffer = buffer == BUFFERS - 1 ? 0 : buffer + 1;
+            if (s == sent_at + 2) arrive();  // by now what was sent is there
             if (--left && s + 1 < steps) continue;
 
             // The range of outputs, or this CTA's part of it, is complete.
@@ -389,22 +418,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             for (int i = 0; i < MINE; ++i)
 #pragma unroll
                 for (int k = 0; k < TOKENS / 2; ++k) sum[i][k] = 0;
-            if (lane == 0) {
-                sent_wait<false>();
-                __threadfence();
-            }
-            named_barrier<3, 128 * MULTIPLIERS>();
-            if (threadIdx.x == 0) {
-                const u32 of_range = range * k_tiles, parts = cta_of(of_range + k_tiles - 1, args.steps) - cta_of(of_range, args.steps) + 1;
-                if (atomicAdd(args.arrivals + range, 1) == parts - 1) {
-                    args.arrivals[range] = 0;
-                    last[++last[0]] = range;
-                }
-            }
+            sent_at = s;
             left = k_tiles;
             ++range;
         }
-        if (threadIdx.x == 0) __threadfence();
+        arrive();
     } else {
         if constexpr (TOKENS == 128)
             less_registers<64>();

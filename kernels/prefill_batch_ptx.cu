@@ -16,6 +16,9 @@ __device__ __forceinline__ u32 half2_fma(u32 a, u32 b, u32 c) {
     return r;
 }
 
+__device__ __forceinline__ void store_shared4(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
 __device__ __forceinline__ void store_shared2(u32 at, u32 a, u32 b) { asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory"); }
 __device__ __forceinline__ void store_shared(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
 __device__ __forceinline__ uint4 load_shared4(u32 at) {

@@ -1,8 +1,8 @@
 // Rows of prefill_batch.cu -> INT8 with one scale per row, `reference.activation_token_ref`, in the order of the tensor core's operand: inputs
 // 32 h + 8 i + 2 c + e of 64 stand at place 16 c + 8 h + 2 i + e, and 16-byte pieces of row r change places by r / 2 & 3.
 //
-// A CTA quantises one row. It is small enough to wait beside a CTA of prefill_batch.cu, whose successor it serves, and reads its row twice
-// rather than keep it. Set by the compiler's command line: XTYPE (of x: 0 bf16, 1 fp16).
+// The CTAs of a cluster quantise a row, 2,048 inputs each. They are small enough to wait beside a CTA of prefill_batch.cu, whose successor
+// they serve. Set by the compiler's command line: XTYPE (of x: 0 bf16, 1 fp16).
 
 constexpr int THREADS = 128;
 
@@ -15,62 +15,82 @@ struct Args {
     u8* q;                    // [K / 64, rows_padded, 64] int8
     float* scale;             // [rows]
     long long stride;
-    int k, rows_padded;
+    int k, rows_padded, ctas;  // of a cluster, up to 8
 };
 
-// Eight inputs from `column` on, divided by their smoothing.
-__device__ __forceinline__ void load(float (&v)[8], const Args& args, int column) {
-    const uint4 raw = *(const uint4*)(args.x + blockIdx.x * args.stride + column);
-    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int k = 0; k < 8; ++k) v[k] = from_half((u16)(words[k >> 1] >> (k & 1) * 16), XTYPE);
-    if (!args.unsmoothing) return;
-    const float4 low = *(const float4*)(args.unsmoothing + column), high = *(const float4*)(args.unsmoothing + column + 4);
-    const float by[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-    for (int k = 0; k < 8; ++k) v[k] *= by[k];
+constexpr int PIECES = 2, MOST = 8;  // pieces of 8 inputs of a thread; CTAs of a cluster
+
+// INT8 of two inputs, in the lower bytes.
+__device__ __forceinline__ u32 codes(float a, float b, float unit) {
+    return __byte_perm(__float_as_uint(fmaf(a, unit, 12582912.0f)), __float_as_uint(fmaf(b, unit, 12582912.0f)), 0x0040) & 0xffff;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2048 / THREADS) batch_rows(const __grid_constant__ Args args) {
-    __shared__ u32 found[WARPS];
-    const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    __shared__ u32 found[MOST * WARPS];
+    const int ctas = args.ctas, row = blockIdx.x / ctas, rank = blockIdx.x % ctas, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int begin = rank * (PIECES * THREADS * 8) + threadIdx.x * 8;
+    if (threadIdx.x < MOST * WARPS) found[threadIdx.x] = 0;
     let_next_start();  // its weights may be on their way meanwhile
-    wait_for_inputs();
-    float size = 0, v[8];
-#pragma unroll 2
-    for (int column = threadIdx.x * 8; column < args.k; column += THREADS * 8) {
-        load(v, args, column);
+    float v[PIECES][8];  // what inputs are multiplied by, and then the products
 #pragma unroll
-        for (int k = 0; k < 8; ++k) size = larger(size, v[k]);
+    for (int i = 0; i < PIECES; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int column = begin + i * THREADS * 8 + 4 * h;
+            float4 by = make_float4(1, 1, 1, 1);
+            if (args.unsmoothing && column < args.k) by = *(const float4*)(args.unsmoothing + column);
+            v[i][4 * h] = by.x, v[i][4 * h + 1] = by.y, v[i][4 * h + 2] = by.z, v[i][4 * h + 3] = by.w;
+        }
+    if (ctas > 1) cluster_arrive(), cluster_wait();
+    wait_for_inputs();
+    __syncthreads();
+    uint4 raw[PIECES];
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        const int column = begin + i * THREADS * 8;
+        raw[i] = column < args.k ? *(const uint4*)(args.x + row * args.stride + column) : make_uint4(0, 0, 0, 0);
+    }
+    float size = 0;
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        const u32 words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            v[i][k] *= from_half((u16)(words[k >> 1] >> (k & 1) * 16), XTYPE);
+            size = larger(size, v[i][k]);
+        }
     }
     const u32 most_here = largest_of_warp(__float_as_uint(size));
-    if (lane == 0) found[warp] = most_here;
-    __syncthreads();
-    const float most = __uint_as_float(largest_of_warp(found[lane % WARPS]));
-    const float held = most < 0x1p-100f ? 0x1p-100f : most;  // `reference.SMALLEST`; NaN stays
-    if (threadIdx.x == 0) args.scale[row] = held / 127.0f;
-    const float unit = 127.0f / held;
-#pragma unroll 1
-    for (int column = threadIdx.x * 8; column < (args.k + 255) / 256 * 256; column += THREADS * 8) {
-        u32 two[4] = {};  // inputs 2 c and 2 c + 1
-        if (column < args.k) {
-            load(v, args, column);
-#pragma unroll
-            for (int c = 0; c < 4; ++c)
-                two[c] = __float_as_uint(fmaf(v[2 * c], unit, 12582912.0f)) & 255 | (__float_as_uint(fmaf(v[2 * c + 1], unit, 12582912.0f)) & 255) << 8;
+    if (ctas > 1) {
+        if (lane < ctas) {
+            u32 at;
+            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(found + rank * WARPS + warp)), "r"(lane));
+            asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(at), "r"(most_here) : "memory");
         }
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        if (lane == 0) found[warp] = most_here;
+        __syncthreads();
+    }
+    const float most = __uint_as_float(largest_of_warp(found[lane % (MOST * WARPS)]));
+    const float held = most < 0x1p-100f ? 0x1p-100f : most;  // `reference.SMALLEST`; NaN stays
+    if (threadIdx.x == 0 && rank == 0) args.scale[row] = held / 127.0f;
+    const float unit = 127.0f / held;
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        const int column = begin + i * THREADS * 8;
+        const u32 low = codes(v[i][0], v[i][1], unit) | codes(v[i][2], v[i][3], unit) << 16, high = codes(v[i][4], v[i][5], unit) | codes(v[i][6], v[i][7], unit) << 16;
         // Of neighbours, the lane with an even eight stores the words of c = 0, 1, the other those of c = 2, 3: four bytes each.
-        const u32 low = two[0] | two[1] << 16, high = two[2] | two[3] << 16;
         const bool odd = lane & 1;
         const u32 other = __shfl_xor_sync(FULL, odd ? low : high, 1);
         const u32 first = odd ? other : low, second = odd ? high : other;  // of the even and the odd eight
-        if (column >= args.k) continue;
-        const int eight = column >> 3 & 7;  // 4 h + i of these inputs
+        const int eight = column >> 3 & 7;                                 // 4 h + i of these inputs
         u8* to = args.q + ((u64)(column >> 6) * args.rows_padded + row) * 64 + 8 * (eight >> 2) + 4 * (eight >> 1 & 1);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             const int c = 2 * odd + k;
-            *(u32*)(to + ((c ^ (row >> 1 & 3)) << 4)) = __byte_perm(first, second, k ? 0x7632 : 0x5410);
+            if (column < args.k) *(u32*)(to + ((c ^ (row >> 1 & 3)) << 4)) = __byte_perm(first, second, k ? 0x7632 : 0x5410);
         }
     }
 }

@@ -19,7 +19,7 @@ from vllm_tilequant.schema import TILE
 TOKENS = (16, 32, 64, 128)
 #: Threads of a CTA; bytes of a block of the decode form at one input tile.
 THREADS, _BLOCK_BYTES = 256, 4 * 8192
-_BATCH_ROWS_THREADS = 128
+_BATCH_ROWS_THREADS, _BATCH_ROWS_INPUTS = 128, 2048
 #: Tiles of a CTA of the short kernel, and of a step of the one for batches.
 SHORT_TILES = 4
 #: Room for a number and ranges of outputs that a CTA of the kernel for batches finishes.
@@ -103,7 +103,7 @@ class BatchRows(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "unsmoothing", "q", "scale")),
         ("stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("k", "rows_padded")),
+        *((name, ctypes.c_int) for name in ("k", "rows_padded", "ctas")),
     ]
 
 
@@ -299,10 +299,12 @@ def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tenso
     padded = -(-m // TOKENS[-1]) * TOKENS[-1]
     q = torch.empty(k // TILE, padded, TILE, dtype=torch.int8, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
-    args = BatchRows(x.data_ptr(), _pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0), k, padded)
+    ctas = -(-k // _BATCH_ROWS_INPUTS)
+    args = BatchRows(x.data_ptr(), _pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0), k, padded, ctas)
     _batch_rows_module(x.device, x.dtype).kernel("batch_rows").launch(
-        args, grid=m, threads=_BATCH_ROWS_THREADS, cluster=1, shared_bytes=0, stream=current_stream(x.device), overlap=True
-    )
+        args, grid=m * ctas, threads=_BATCH_ROWS_THREADS, cluster=ctas, shared_bytes=0, stream=current_stream(x.device),
+        overlap=True,
+    )  # fmt: skip
     return q, scale
 
 
