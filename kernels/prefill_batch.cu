@@ -31,7 +31,7 @@ struct Args {
     int* sums;            // [n_tiles / 4 up][SUMS], zeros between launches
     u32* arrivals;        // [n_tiles / 4 up], likewise
     long long y_stride;
-    int rows, rows_padded, steps, bias_type;  // rows_padded: a multiple of 128; steps of all CTAs
+    int rows, rows_padded, steps, bias_type;  // rows_padded: a multiple of 128; steps of all CTAs: below 2^32 / CTAs
 };
 
 constexpr int TILES = 4, SUMS = TILES * 64 * TOKENS;
@@ -59,8 +59,9 @@ struct Step {
 };
 
 // Which steps a CTA takes.
-__device__ __forceinline__ u32 first_of(u32 cta, u32 steps) { return (u64)cta * steps / gridDim.x; }
-__device__ __forceinline__ u32 cta_of(u32 step, u32 steps) { return ((u64)(step + 1) * gridDim.x - 1) / steps; }
+// (A division of 64 bits would be a call, and a kernel with calls waits for every single product of the tensor core.)
+__device__ __forceinline__ u32 first_of(u32 cta, u32 steps) { return cta * steps / gridDim.x; }
+__device__ __forceinline__ u32 cta_of(u32 step, u32 steps) { return ((step + 1) * gridDim.x - 1) / steps; }
 
 // The CTA's step s, `first + s` of all.
 __device__ __forceinline__ void make_ready(const Args& args, Step* ready, u32 first, int s) {
@@ -315,7 +316,7 @@ __device__ __forceinline__ void finish_rows(const Args& args, int range, int til
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) u8 shared[];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = warp >> 2;
+    const int lane = threadIdx.x & 31, warp = __shfl_sync(FULL, threadIdx.x >> 5, 0), group = warp >> 2;
     const u32 first = first_of(blockIdx.x, args.steps), k_tiles = args.w.k_tiles;
     const int steps = first_of(blockIdx.x + 1, args.steps) - first;
 
@@ -352,9 +353,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
     if (group < MULTIPLIERS) {
         more_registers<160>();
         constexpr int MINE = TILES / MULTIPLIERS;
-        int sum[MINE][TOKENS / 2] = {};
-        int slot = 0, buffer = 0, sent_at = steps;
-        u32 parity = 0, buffer_parity = 0, left = k_tiles - first % k_tiles, range = first / k_tiles, arrived = range;
+        int sum[MINE][TOKENS / 2], slot = 0, buffer = 0, s = 0;
+        u32 parity = 0, buffer_parity = 0, range = first / k_tiles, arrived = range;
+        // Steps up to `end`, of one range.
+        const auto multiply_until = [&](int end) {
+#pragma unroll 1
+            for (; s < end; ++s) {
+                barrier_wait(rows_full + slot * 8, parity);
+                barrier_wait(coded + buffer * 8, buffer_parity);
+                const u64 x = operand(base + ROWS_AT + slot * X_BYTES), codes = operand(base + CODES_AT + buffer * BUFFER_BYTES + group * MINE * TILE_BYTES);
+                products_begin();
+#pragma unroll
+                for (int i = 0; i < MINE; ++i)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) multiply(sum[i], codes + (i * TILE_BYTES + half * 32 >> 4), x + (half * 32 >> 4));
+                products_end();
+                products_wait<1>();  // those of the step before
+                if (lane == 0 && s) {
+                    barrier_arrive(rows_empty + (slot ? slot - 1 : ROW_STAGES - 1) * 8);
+                    barrier_arrive(used + (buffer ? buffer - 1 : BUFFERS - 1) * 8);
+                }
+                parity ^= slot == ROW_STAGES - 1;
+                slot = slot == ROW_STAGES - 1 ? 0 : slot + 1;
+                buffer_parity ^= buffer == BUFFERS - 1;
+                buffer = buffer == BUFFERS - 1 ? 0 : buffer + 1;
+            }
+            products_wait<0>();
+        };
         // Of the ranges before `range`, whose sums this warp has sent: says so, and whether it is the last to do it.
         const auto arrive = [&] {
             if (arrived < range && lane == 0) {
@@ -372,32 +397,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             arrived = range;
         };
 #pragma unroll 1
-        for (int s = 0; s < steps; ++s) {
-            barrier_wait(rows_full + slot * 8, parity);
-            barrier_wait(coded + buffer * 8, buffer_parity);
-            const u64 x = operand(base + ROWS_AT + slot * X_BYTES), codes = operand(base + CODES_AT + buffer * BUFFER_BYTES + group * MINE * TILE_BYTES);
-            products_begin();
+        while (s < steps) {
+            const int end = min(steps, (int)((range + 1) * k_tiles - first));
 #pragma unroll
             for (int i = 0; i < MINE; ++i)
 #pragma unroll
-                for (int half = 0; half < 2; ++half) multiply(sum[i], codes + (i * TILE_BYTES + half * 32 >> 4), x + (half * 32 >> 4));
-            products_end();
-            if (s) {
-                products_wait<1>();  // those of the step before
-                if (lane == 0) {
-                    barrier_arrive(rows_empty + (slot ? slot - 1 : ROW_STAGES - 1) * 8);
-                    barrier_arrive(used + (buffer ? buffer - 1 : BUFFERS - 1) * 8);
-                }
-            }
-            parity ^= slot == ROW_STAGES - 1;
-            slot = slot == ROW_STAGES - 1 ? 0 : slot + 1;
-            buffer_parity ^= buffer == BUFFERS - 1;
-            buffer = buffer == BUFFERS - 1 ? 0 : buffer + 1;
-            if (s == sent_at + 2) arrive();  // by now what was sent is there
-            if (--left && s + 1 < steps) continue;
-
-            // The range of outputs, or this CTA's part of it, is complete.
-            products_wait<0>();
+                for (int k = 0; k < TOKENS / 2; ++k) sum[i][k] = 0;
+            multiply_until(min(end, s + 2));
+            arrive();  // by now what was sent is there
+            multiply_until(end);
             wait_for_inputs();  // the launch before last may still use the sums
             const u32 room = base + SENT_AT + warp * SENT;
             int* to = args.sums + (u64)range * SUMS + (warp & 3) * (TOKENS * 16);
@@ -414,20 +422,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
                     __syncwarp();
                     if (lane == 0) add_bulk(to + (group * MINE + i) * (TOKENS * 64) + n * 128, room, min(SENT_ROWS, (args.rows - 8 * n + 7) / 8 * 8) * 64);
                 }
-#pragma unroll
-            for (int i = 0; i < MINE; ++i)
-#pragma unroll
-                for (int k = 0; k < TOKENS / 2; ++k) sum[i][k] = 0;
-            sent_at = s;
-            left = k_tiles;
             ++range;
         }
         arrive();
     } else {
-        if constexpr (TOKENS == 128)
-            less_registers<64>();
-        else
-            less_registers<80>();
+        if constexpr (TOKENS == 128) less_registers<64>();
         const int turn = group - MULTIPLIERS, tile = warp & 3;
         u32 from = base + lane * 64 + ((tile ^ (lane >> 1 & 3)) << 4);
         const int g = lane >> 2, c = lane & 3;
