@@ -8,13 +8,19 @@
 // Multiplying warps only start its products (`wgmma`), whose integer sums over the inputs stay in registers: nothing is rescaled on the
 // way, so that the cost of a tile hardly grows with the number of rows.
 // Where a CTA is through with 256 outputs, it adds its sums to those of others in memory: whole numbers, so that the order does not matter.
-// Who comes last takes them (leaving zeros), rotates the outputs back, adds the bias and rounds, at the end of its steps, with all warps.
+// When all have, those CTAs that are through with their steps by then, and in any case the last one, share what is left to do, eight rows of
+// a tile at a time: take the sums (leaving zeros), rotate the outputs back, add the bias and round.
 //
 // Set by the compiler's command line: XTYPE (of y: 0 bf16, 1 fp16), TOKENS (16, 32, 64, 128).
 
 #include "prefill_ptx.cu"
 #include "prefill_planes.cu"
 #include "prefill_batch_ptx.cu"
+
+// Of a range of 256 outputs: warps that have added their sums; eights of rows and tiles that somebody finishes; CTAs that are through with it.
+struct Range {
+    u32 arrived, taken, left, unused;
+};
 
 struct Args {
     Map planes;           // planes 0 and 1: rows of 128 bytes, in boxes of 128 half rows
@@ -29,7 +35,7 @@ struct Args {
     const void* bias;     // [n_tiles * 64] or null
     void* y;              // [rows, n_tiles * 64], rows y_stride elements apart
     int* sums;            // [n_tiles / 4 up][SUMS], zeros between launches
-    u32* arrivals;        // [n_tiles / 4 up], likewise
+    Range* ranges;        // [n_tiles / 4 up], likewise
     long long y_stride;
     int rows, rows_padded, steps, bias_type;  // rows_padded: a multiple of 128; steps of all CTAs: below 2^32 / CTAs
 };
@@ -44,11 +50,12 @@ constexpr int X_BYTES = TOKENS * 64 + 512;                    // rows of a step,
 constexpr int TILE_BYTES = 4096, BUFFER_BYTES = TILES * TILE_BYTES;  // codes of a tile, of a step: [64 outputs][64 inputs], swizzled by 64 bytes
 constexpr int SENT_ROWS = TOKENS < 64 ? TOKENS : 64, SENT = SENT_ROWS * 64;  // bytes that a warp adds to memory at once: 16 outputs of so many rows
 // Shared memory, as `batch_geometry` in prefill_cuda.py counts it: both rings (in the end, room to permute outputs); codes; sums on their
-// way; steps; barriers; ranges of outputs.
+// way; steps; barriers.
 constexpr int ROWS_AT = STAGES * STAGE_BYTES, CODES_AT = (ROWS_AT + ROW_STAGES * X_BYTES + 1023) / 1024 * 1024;
 constexpr int SENT_AT = CODES_AT + BUFFERS * BUFFER_BYTES, STEPS_AT = SENT_AT + 4 * MULTIPLIERS * SENT;
+constexpr u32 MOST_CYCLES = 8000;  // that a CTA waits for others at the end
 constexpr int PERIOD = 32;  // steps that are made ready at a time, two periods kept
-constexpr int BARRIERS_AT = STEPS_AT + 2 * PERIOD * sizeof(uint4[TILES + 1]), LAST_AT = BARRIERS_AT + (STAGES + ROW_STAGES + BUFFERS) * 16;
+constexpr int BARRIERS_AT = STEPS_AT + 2 * PERIOD * sizeof(uint4[TILES + 1]);
 
 // What is known of a step. tile.x, y: unit of input 0 in planes 2 and 3; z: units from an input to the next in plane 2 (bits 0-7) and
 // plane 3 (8-15), and whether the tile lacks plane 2 (16) and 3 (17); w: `ratio`. place.x: number among the weight's blocks and input
@@ -319,11 +326,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
     const int lane = threadIdx.x & 31, warp = __shfl_sync(FULL, threadIdx.x >> 5, 0), group = warp >> 2;
     const u32 first = first_of(blockIdx.x, args.steps), k_tiles = args.w.k_tiles;
     const int steps = first_of(blockIdx.x + 1, args.steps) - first;
+    const u32 first_range = first / k_tiles;
 
     const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + STAGES * 8;
     const u32 rows_full = empty + STAGES * 8, rows_empty = rows_full + ROW_STAGES * 8, coded = rows_empty + ROW_STAGES * 8, used = coded + BUFFERS * 8;
     Step* ready = (Step*)(shared + STEPS_AT);
-    u32* last = (u32*)(shared + LAST_AT);  // a number and so many ranges of outputs that this CTA finishes
     const Reader reader{args, ready, base, full, empty, first, steps, lane};
     let_next_start();
     if (warp == 4 * (GROUPS - 1)) {
@@ -332,7 +339,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             for (int i = 0; i < ROW_STAGES; ++i) barrier_init(rows_full + i * 8, 1), barrier_init(rows_empty + i * 8, TILES + 4 * MULTIPLIERS);
             for (int i = 0; i < BUFFERS; ++i) barrier_init(coded + i * 8, TILES), barrier_init(used + i * 8, 4 * MULTIPLIERS);
             barriers_are_ready();
-            last[0] = 0;
         }
         __syncwarp();
         reader.read_first();
@@ -354,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
         more_registers<160>();
         constexpr int MINE = TILES / MULTIPLIERS;
         int sum[MINE][TOKENS / 2], slot = 0, buffer = 0, s = 0;
-        u32 parity = 0, buffer_parity = 0, range = first / k_tiles, arrived = range;
+        u32 parity = 0, buffer_parity = 0, range = first_range, arrived = range;
         // Steps up to `end`, of one range.
         const auto multiply_until = [&](int end) {
 #pragma unroll 1
@@ -380,19 +386,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             }
             products_wait<0>();
         };
-        // Of the ranges before `range`, whose sums this warp has sent: says so, and whether it is the last to do it.
+        // Says that this warp's sums of the ranges before `range` are there.
         const auto arrive = [&] {
             if (arrived < range && lane == 0) {
                 sent_wait<false>();
                 __threadfence();
-                for (u32 of = arrived; of < range; ++of) {
-                    const u32 begin = of * k_tiles, ctas = cta_of(begin + k_tiles - 1, args.steps) - cta_of(begin, args.steps) + 1;
-                    if (atomicAdd(args.arrivals + of, 1) == ctas * 4 * MULTIPLIERS - 1) {
-                        args.arrivals[of] = 0;
-                        last[1 + atomicAdd(last, 1)] = of;
-                    }
-                }
-                __threadfence();
+                for (u32 of = arrived; of < range; ++of) atomicAdd(&args.ranges[of].arrived, 1);
             }
             arrived = range;
         };
@@ -407,21 +406,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             arrive();  // by now what was sent is there
             multiply_until(end);
             wait_for_inputs();  // the launch before last may still use the sums
-            const u32 room = base + SENT_AT + warp * SENT;
+            const bool at_end = s == steps;  // then nobody needs the ring of plane words
             int* to = args.sums + (u64)range * SUMS + (warp & 3) * (TOKENS * 16);
+            constexpr int SENT_TILES = TOKENS / SENT_ROWS;
+            static_assert(MINE * SENT_TILES == 4 && 3 * 4 * MULTIPLIERS * SENT <= ROWS_AT);
 #pragma unroll
-            for (int i = 0; i < MINE; ++i)
+            for (int j = 0; j < MINE * SENT_TILES; ++j) {
+                const int i = j / SENT_TILES, n = j % SENT_TILES * (SENT_ROWS / 8);
+                if (8 * n >= args.rows) continue;
+                const u32 room = at_end && j < 3 ? base + (3 * warp + j) * SENT : base + SENT_AT + warp * SENT;
+                if (lane == 0 && !(at_end && j < 3)) sent_wait<true>();  // the room is free
+                __syncwarp();
 #pragma unroll
-                for (int n = 0; n < TOKENS / 8; n += SENT_ROWS / 8) {
-                    if (8 * n >= args.rows) break;
-                    if (lane == 0) sent_wait<true>();  // the room is free
-                    __syncwarp();
-#pragma unroll
-                    for (int k = 0; k < SENT_ROWS / 2; ++k) store_shared(room + k * 128 + lane * 4, sum[i][4 * n + k]);
-                    written_for_products();
-                    __syncwarp();
-                    if (lane == 0) add_bulk(to + (group * MINE + i) * (TOKENS * 64) + n * 128, room, min(SENT_ROWS, (args.rows - 8 * n + 7) / 8 * 8) * 64);
-                }
+                for (int k = 0; k < SENT_ROWS / 2; ++k) store_shared(room + k * 128 + lane * 4, sum[i][4 * n + k]);
+                written_for_products();
+                __syncwarp();
+                if (lane == 0) add_bulk(to + (group * MINE + i) * (TOKENS * 64) + n * 128, room, min(SENT_ROWS, (args.rows - 8 * n + 7) / 8 * 8) * 64);
+            }
             ++range;
         }
         arrive();
@@ -464,7 +465,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
         wait_for_inputs();
     }
     named_barrier<1, THREADS>();  // nobody needs the rings any more
-    for (u32 i = 1; i <= last[0]; ++i)
-        for (int unit = warp; unit < TILES * ((args.rows + 7) / 8); unit += WORKERS)
-            finish_rows(args, last[i], unit % TILES, unit / TILES, (float*)shared + warp * 8 * 66, lane);
+    const int units = TILES * ((args.rows + 7) / 8);
+    for (u32 range = (first + steps - 1) / k_tiles; (int)range >= (int)first_range; --range) {
+        Range& mine = args.ranges[range];
+        const u32 begin = range * k_tiles, ctas = cta_of(begin + k_tiles - 1, args.steps) - cta_of(begin, args.steps) + 1;
+        bool complete = false;
+        if (lane == 0)  // Not for ever: CTAs that have not begun may wait for this one's place. Who is last finds it complete.
+            for (u32 start = clock(); !complete && (u32)clock() - start < MOST_CYCLES;) complete = load_acquire(&mine.arrived) == ctas * 4 * MULTIPLIERS;
+        complete = __shfl_sync(FULL, complete, 0);
+        while (complete) {
+            u32 unit = 0;
+            if (lane == 0) unit = atomicAdd(&mine.taken, 1);
+            unit = __shfl_sync(FULL, unit, 0);
+            if (unit >= units) break;
+            finish_rows(args, range, unit % TILES, unit / TILES, (float*)shared + warp * 8 * 66, lane);
+        }
+        named_barrier<1, 32 * WORKERS>();
+        if (threadIdx.x == 0) {
+            __threadfence();
+            if (atomicAdd(&mine.left, 1) == ctas - 1) *(uint4*)&mine = make_uint4(0, 0, 0, 0);
+        }
+    }
 }

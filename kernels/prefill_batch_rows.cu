@@ -1,10 +1,9 @@
 // Rows of prefill_batch.cu -> INT8 with one scale per row, `reference.activation_token_ref`, in the order of the tensor core's operand: inputs
 // 32 h + 8 i + 2 c + e of 64 stand at place 16 c + 8 h + 2 i + e, and 16-byte pieces of row r change places by r / 2 & 3.
 //
-// The CTAs of a cluster quantise a row, 2,048 inputs each. They are small enough to wait beside a CTA of prefill_batch.cu, whose successor
-// they serve. Set by the compiler's command line: XTYPE (of x: 0 bf16, 1 fp16).
-
-constexpr int THREADS = 128;
+// The CTAs of a cluster quantise a row. With 128 threads they take 2,048 inputs each and are small enough to wait beside a CTA of
+// prefill_batch.cu, whose successor they serve; with 256 they take 8,192 each.
+// Set by the compiler's command line: XTYPE (of x: 0 bf16, 1 fp16), THREADS (128 or 256).
 
 #include "prefill_ptx.cu"
 #include "prefill_rows.cu"
@@ -18,18 +17,18 @@ struct Args {
     int k, rows_padded, ctas;  // of a cluster, up to 8
 };
 
-constexpr int PIECES = 2, MOST = 8;  // pieces of 8 inputs of a thread; CTAs of a cluster
+constexpr int PIECES = THREADS / 64;  // of 8 inputs, of a thread
 
 // INT8 of two inputs, in the lower bytes.
 __device__ __forceinline__ u32 codes(float a, float b, float unit) {
     return __byte_perm(__float_as_uint(fmaf(a, unit, 12582912.0f)), __float_as_uint(fmaf(b, unit, 12582912.0f)), 0x0040) & 0xffff;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2048 / THREADS) batch_rows(const __grid_constant__ Args args) {
-    __shared__ u32 found[MOST * WARPS];
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 16 : 2) batch_rows(const __grid_constant__ Args args) {
+    __shared__ u32 found[32];
     const int ctas = args.ctas, row = blockIdx.x / ctas, rank = blockIdx.x % ctas, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int begin = rank * (PIECES * THREADS * 8) + threadIdx.x * 8;
-    if (threadIdx.x < MOST * WARPS) found[threadIdx.x] = 0;
+    if (threadIdx.x < 32) found[threadIdx.x] = 0;
     let_next_start();  // its weights may be on their way meanwhile
     float v[PIECES][8];  // what inputs are multiplied by, and then the products
 #pragma unroll
@@ -73,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2048 / THREADS) batch_rows
         if (lane == 0) found[warp] = most_here;
         __syncthreads();
     }
-    const float most = __uint_as_float(largest_of_warp(found[lane % (MOST * WARPS)]));
+    const float most = __uint_as_float(largest_of_warp(found[lane]));
     const float held = most < 0x1p-100f ? 0x1p-100f : most;  // `reference.SMALLEST`; NaN stays
     if (threadIdx.x == 0 && rank == 0) args.scale[row] = held / 127.0f;
     const float unit = 127.0f / held;

@@ -19,11 +19,10 @@ from vllm_tilequant.schema import TILE
 TOKENS = (16, 32, 64, 128)
 #: Threads of a CTA; bytes of a block of the decode form at one input tile.
 THREADS, _BLOCK_BYTES = 256, 4 * 8192
-_BATCH_ROWS_THREADS, _BATCH_ROWS_INPUTS = 128, 2048
+#: Inputs up to which small CTAs quantise the rows of a batch.
+_SMALL_ROW = 6144
 #: Tiles of a CTA of the short kernel, and of a step of the one for batches.
 SHORT_TILES = 4
-#: Room for a number and ranges of outputs that a CTA of the kernel for batches finishes.
-_MOST_RANGES = 64
 #: Most memory for sums that CTAs of the short kernel hand each other in one launch.
 PARTS_BYTES = 2**26
 #: Of the expansion: CTAs that a multiprocessor holds, bytes of shared memory of one, further ones for every step, most steps.
@@ -89,7 +88,7 @@ class BatchArgs(ctypes.Structure):
         ("planes", ctypes.c_ubyte * 128),
         ("w", _Weight),
         *((name, ctypes.c_void_p) for name in (
-            "ratio", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "sums", "arrivals",
+            "ratio", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "sums", "ranges",
         )),
         ("y_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type")),
@@ -140,7 +139,8 @@ def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
         if dtype in DTYPES[:2]:
             _batch_module(device, dtype, tokens).kernel("batch")
     if dtype in DTYPES[:2]:
-        _batch_rows_module(device, dtype).kernel("batch_rows")
+        for threads in (128, 256):
+            _batch_rows_module(device, dtype, threads).kernel("batch_rows")
 
 
 def takes_rows(x: Tensor) -> bool:
@@ -272,7 +272,7 @@ def batch_geometry(tokens: int) -> tuple[int, int]:
     rings = stages * _BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + row_stages * (tokens * 64 + 512)
     sent = (8 if many else 4) * 64 * min(tokens, 64)
     kept = buffers * SHORT_TILES * 4096 + sent + 64 * (SHORT_TILES + 1) * 16 + (stages + row_stages + buffers) * 16
-    return 640, -(-rings // 1024) * 1024 + kept + 4 * _MOST_RANGES
+    return 640, -(-rings // 1024) * 1024 + kept
 
 
 _sums: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -283,11 +283,11 @@ def batch_sums(device: torch.device, n: int) -> tuple[Tensor, Tensor]:
     process, shared by all layers. Made at load, so that a server's memory profile counts it. Not for two streams at once."""
     ranges = -(-n // (SHORT_TILES * TILE))
     held = _sums.get(device)
-    if held is None or held[1].numel() < ranges:
+    if held is None or held[1].shape[0] < ranges:
         _sums.pop(device, None)
         held = None  # before the larger one is allocated
         sums = torch.zeros(ranges * SHORT_TILES * TILE * TOKENS[-1], dtype=torch.int32, device=device)
-        held = _sums[device] = sums, torch.zeros(ranges, dtype=torch.int32, device=device)
+        held = _sums[device] = sums, torch.zeros(ranges, 4, dtype=torch.int32, device=device)
     return held
 
 
@@ -299,10 +299,11 @@ def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tenso
     padded = -(-m // TOKENS[-1]) * TOKENS[-1]
     q = torch.empty(k // TILE, padded, TILE, dtype=torch.int8, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
-    ctas = -(-k // _BATCH_ROWS_INPUTS)
+    threads = 128 if k <= _SMALL_ROW else 256
+    ctas = -(-k // (threads * threads // 8))
     args = BatchRows(x.data_ptr(), _pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0), k, padded, ctas)
-    _batch_rows_module(x.device, x.dtype).kernel("batch_rows").launch(
-        args, grid=m * ctas, threads=_BATCH_ROWS_THREADS, cluster=ctas, shared_bytes=0, stream=current_stream(x.device),
+    _batch_rows_module(x.device, x.dtype, threads).kernel("batch_rows").launch(
+        args, grid=m * ctas, threads=threads, cluster=ctas, shared_bytes=0, stream=current_stream(x.device),
         overlap=True,
     )  # fmt: skip
     return q, scale
@@ -315,14 +316,14 @@ def batch(
     weight = _weight(w)
     steps = -(-weight.n_tiles // SHORT_TILES) * weight.k_tiles
     grid = min(multiprocessors(w.device).count, steps)
-    sums, arrivals = batch_sums(w.device, w.out_features)
+    sums, ranges = batch_sums(w.device, w.out_features)
     planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, SHORT_TILES))
     for first in range(0, out.shape[0], TOKENS[-1]):
         y = out[first : first + TOKENS[-1]]
         tokens = batch_tokens(y.shape[0])
         args = BatchArgs(
             planes, weight, *(t.data_ptr() for t in block), q.data_ptr() + first * TILE, scale.data_ptr() + first * 4,
-            w.transform.data_ptr(), w.table.data_ptr(), _pointer(bias), y.data_ptr(), sums.data_ptr(), arrivals.data_ptr(),
+            w.transform.data_ptr(), w.table.data_ptr(), _pointer(bias), y.data_ptr(), sums.data_ptr(), ranges.data_ptr(),
             y.stride(0), y.shape[0], q.shape[1], steps, 0 if bias is None else DTYPES.index(bias.dtype),
         )  # fmt: skip
         threads, size = batch_geometry(tokens)
@@ -360,8 +361,8 @@ def _batch_module(device: torch.device, dtype: torch.dtype, tokens: int) -> Modu
 
 
 @functools.cache
-def _batch_rows_module(device: torch.device, dtype: torch.dtype) -> Module:
-    return _module("prefill_batch_rows.cu", device, [f"XTYPE={DTYPES.index(dtype)}"])
+def _batch_rows_module(device: torch.device, dtype: torch.dtype, threads: int) -> Module:
+    return _module("prefill_batch_rows.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"THREADS={threads}"])
 
 
 def _module(source: str, device: torch.device, defines: list[str]) -> Module:
