@@ -8,19 +8,14 @@
 // Multiplying warps only start its products (`wgmma`), whose integer sums over the inputs stay in registers: nothing is rescaled on the
 // way, so that the cost of a tile hardly grows with the number of rows.
 // Where a CTA is through with 256 outputs, it adds its sums to those of others in memory: whole numbers, so that the order does not matter.
-// When all have, those CTAs that are through with their steps by then, and in any case the last one, share what is left to do, eight rows of
-// a tile at a time: take the sums (leaving zeros), rotate the outputs back, add the bias and round.
+// Who comes last takes them (leaving zeros), rotates the outputs back, adds the bias and rounds, at the end of its steps, with all warps.
+// Where there are nearly as many ranges of 256 outputs as multiprocessors, a CTA takes a whole one, whose sums stay where they are.
 //
 // Set by the compiler's command line: XTYPE (of y: 0 bf16, 1 fp16), TOKENS (16, 32, 64, 128).
 
 #include "prefill_ptx.cu"
 #include "prefill_planes.cu"
 #include "prefill_batch_ptx.cu"
-
-// Of a range of 256 outputs: warps that have added their sums; eights of rows and tiles that somebody finishes; CTAs that are through with it.
-struct Range {
-    u32 arrived, taken, left, unused;
-};
 
 struct Args {
     Map planes;           // planes 0 and 1: rows of 128 bytes, in boxes of 128 half rows
@@ -35,7 +30,7 @@ struct Args {
     const void* bias;     // [n_tiles * 64] or null
     void* y;              // [rows, n_tiles * 64], rows y_stride elements apart
     int* sums;            // [n_tiles / 4 up][SUMS], zeros between launches
-    Range* ranges;        // [n_tiles / 4 up], likewise
+    u32* arrivals;        // [n_tiles / 4 up], likewise
     long long y_stride;
     int rows, rows_padded, steps, bias_type;  // rows_padded: a multiple of 128; steps of all CTAs: below 2^32 / CTAs
 };
@@ -50,12 +45,11 @@ constexpr int X_BYTES = TOKENS * 64 + 512;                    // rows of a step,
 constexpr int TILE_BYTES = 4096, BUFFER_BYTES = TILES * TILE_BYTES;  // codes of a tile, of a step: [64 outputs][64 inputs], swizzled by 64 bytes
 constexpr int SENT_ROWS = TOKENS < 64 ? TOKENS : 64, SENT = SENT_ROWS * 64;  // bytes that a warp adds to memory at once: 16 outputs of so many rows
 // Shared memory, as `batch_geometry` in prefill_cuda.py counts it: both rings (in the end, room to permute outputs); codes; sums on their
-// way; steps; barriers.
+// way; steps; barriers; ranges of outputs.
 constexpr int ROWS_AT = STAGES * STAGE_BYTES, CODES_AT = (ROWS_AT + ROW_STAGES * X_BYTES + 1023) / 1024 * 1024;
 constexpr int SENT_AT = CODES_AT + BUFFERS * BUFFER_BYTES, STEPS_AT = SENT_AT + 4 * MULTIPLIERS * SENT;
-constexpr u32 MOST_CYCLES = 8000;  // that a CTA waits for others at the end
 constexpr int PERIOD = 32;  // steps that are made ready at a time, two periods kept
-constexpr int BARRIERS_AT = STEPS_AT + 2 * PERIOD * sizeof(uint4[TILES + 1]);
+constexpr int BARRIERS_AT = STEPS_AT + 2 * PERIOD * sizeof(uint4[TILES + 1]), LAST_AT = BARRIERS_AT + (STAGES + ROW_STAGES + BUFFERS) * 16;
 
 // What is known of a step. tile.x, y: unit of input 0 in planes 2 and 3; z: units from an input to the next in plane 2 (bits 0-7) and
 // plane 3 (8-15), and whether the tile lacks plane 2 (16) and 3 (17); w: `ratio`. place.x: number among the weight's blocks and input
@@ -249,17 +243,21 @@ __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, 
     }
 }
 
-// Eight rows of a tile's sums, complete: taken from memory, which is left zero, multiplied by the Hadamard matrix, permuted, rounded. room:
-// 8 x 66 floats of this warp.
-__device__ __forceinline__ void finish_rows(const Args& args, int range, int tile, int eight, float* room, int lane) {
+// Eight rows of a tile's sums, complete: taken from `sums` of the range (in memory: left zero there; HERE: in shared memory), multiplied by
+// the Hadamard matrix, permuted, rounded. room: 8 x 66 floats of this warp.
+template <bool HERE>
+__device__ __forceinline__ void finish_rows(const Args& args, int* sums, int range, int tile, int eight, float* room, int lane) {
     const int nt = range * TILES + tile, g = lane >> 2, c = lane & 3;  // outputs 8 g + i of rows 2 c + side
     if (nt >= args.w.n_tiles) return;
-    int* from = args.sums + (u64)range * SUMS + (tile * (TOKENS / 2) + eight) * 128 + lane;
+    int* from = sums + (tile * (TOKENS / 2) + eight) * 128 + lane;
     int sum[2][8];
 #pragma unroll
     for (int i = 0; i < 8; ++i)
 #pragma unroll
-        for (int side = 0; side < 2; ++side) sum[side][i] = __ldcg(from + (i >> 1) * (TOKENS * 16) + ((i & 1) * 2 + side) * 32);
+        for (int side = 0; side < 2; ++side) {
+            const int* at = from + (i >> 1) * (TOKENS * 16) + ((i & 1) * 2 + side) * 32;
+            sum[side][i] = HERE ? *at : __ldcg(at);
+        }
     const u32 transform = args.transform[nt];
     const float unit = args.unit[nt];
     const bool rotated = transform != 255;
@@ -287,7 +285,7 @@ __device__ __forceinline__ void finish_rows(const Args& args, int range, int til
     for (int side = 0; side < 2; ++side) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            from[(i >> 1) * (TOKENS * 16) + ((i & 1) * 2 + side) * 32] = 0;
+            if (!HERE) from[(i >> 1) * (TOKENS * 16) + ((i & 1) * 2 + side) * 32] = 0;
             const u32 sign = (i < 4 ? signs.x : signs.y) << (24 - 8 * (i & 3)) & 0x80000000u;
             v[side][i] = __uint_as_float(__float_as_uint((float)sum[side][i] * scale[side]) ^ sign);
         }
@@ -327,10 +325,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
     const u32 first = first_of(blockIdx.x, args.steps), k_tiles = args.w.k_tiles;
     const int steps = first_of(blockIdx.x + 1, args.steps) - first;
     const u32 first_range = first / k_tiles;
+    const bool whole = args.steps == gridDim.x * k_tiles;  // a CTA has a whole range of outputs, and shares it with nobody
 
     const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + STAGES * 8;
     const u32 rows_full = empty + STAGES * 8, rows_empty = rows_full + ROW_STAGES * 8, coded = rows_empty + ROW_STAGES * 8, used = coded + BUFFERS * 8;
     Step* ready = (Step*)(shared + STEPS_AT);
+    u32* last = (u32*)(shared + LAST_AT);  // a number and so many ranges of outputs that this CTA finishes
     const Reader reader{args, ready, base, full, empty, first, steps, lane};
     let_next_start();
     if (warp == 4 * (GROUPS - 1)) {
@@ -339,6 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             for (int i = 0; i < ROW_STAGES; ++i) barrier_init(rows_full + i * 8, 1), barrier_init(rows_empty + i * 8, TILES + 4 * MULTIPLIERS);
             for (int i = 0; i < BUFFERS; ++i) barrier_init(coded + i * 8, TILES), barrier_init(used + i * 8, 4 * MULTIPLIERS);
             barriers_are_ready();
+            last[0] = 0;
         }
         __syncwarp();
         reader.read_first();
@@ -386,12 +387,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             }
             products_wait<0>();
         };
-        // Says that this warp's sums of the ranges before `range` are there.
+        // Of the ranges before `range`, whose sums this warp has sent: says so, and whether it is the last to do it.
         const auto arrive = [&] {
             if (arrived < range && lane == 0) {
                 sent_wait<false>();
                 __threadfence();
-                for (u32 of = arrived; of < range; ++of) atomicAdd(&args.ranges[of].arrived, 1);
+                for (u32 of = arrived; of < range; ++of) {
+                    const u32 begin = of * k_tiles, ctas = cta_of(begin + k_tiles - 1, args.steps) - cta_of(begin, args.steps) + 1;
+                    if (atomicAdd(args.arrivals + of, 1) == ctas * 4 * MULTIPLIERS - 1) {
+                        args.arrivals[of] = 0;
+                        last[1 + atomicAdd(last, 1)] = of;
+                    }
+                }
+                __threadfence();
             }
             arrived = range;
         };
@@ -405,14 +413,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             multiply_until(min(end, s + 2));
             arrive();  // by now what was sent is there
             multiply_until(end);
-            wait_for_inputs();  // the launch before last may still use the sums
             const bool at_end = s == steps;  // then nobody needs the ring of plane words
-            int* to = args.sums + (u64)range * SUMS + (warp & 3) * (TOKENS * 16);
-            constexpr int SENT_TILES = TOKENS / SENT_ROWS;
-            static_assert(MINE * SENT_TILES == 4 && 3 * 4 * MULTIPLIERS * SENT <= ROWS_AT);
+            if (whole) {
+                named_barrier<3, 128 * MULTIPLIERS>();  // nor any other room
+                int* to = (int*)shared + (warp & 3) * (TOKENS * 16) + lane;
 #pragma unroll
-            for (int j = 0; j < MINE * SENT_TILES; ++j) {
-                const int i = j / SENT_TILES, n = j % SENT_TILES * (SENT_ROWS / 8);
+                for (int i = 0; i < MINE; ++i)
+#pragma unroll
+                    for (int k = 0; k < TOKENS / 2; ++k) to[(group * MINE + i) * (TOKENS * 64) + k * 32] = sum[i][k];
+                break;
+            }
+            wait_for_inputs();  // the launch before last may still use the sums
+            int* to = args.sums + (u64)range * SUMS + (warp & 3) * (TOKENS * 16);
+            constexpr int PIECES = TOKENS / SENT_ROWS;  // of a tile's sums
+            static_assert(MINE * PIECES == 4 && 3 * 4 * MULTIPLIERS * SENT <= ROWS_AT);
+#pragma unroll
+            for (int j = 0; j < MINE * PIECES; ++j) {
+                const int i = j / PIECES, n = j % PIECES * (SENT_ROWS / 8);
                 if (8 * n >= args.rows) continue;
                 const u32 room = at_end && j < 3 ? base + (3 * warp + j) * SENT : base + SENT_AT + warp * SENT;
                 if (lane == 0 && !(at_end && j < 3)) sent_wait<true>();  // the room is free
@@ -425,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             }
             ++range;
         }
-        arrive();
+        if (!whole) arrive();
     } else {
         if constexpr (TOKENS == 128) less_registers<64>();
         const int turn = group - MULTIPLIERS, tile = warp & 3;
@@ -462,28 +479,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             if (buffer >= BUFFERS) buffer -= BUFFERS, buffer_parity ^= 1;
         }
         __syncwarp();
-        wait_for_inputs();
     }
+    wait_for_inputs();
     named_barrier<1, THREADS>();  // nobody needs the rings any more
+    float* room = (float*)(shared + SUMS * 4 + warp * (8 * 66 * 4));
     const int units = TILES * ((args.rows + 7) / 8);
-    for (u32 range = (first + steps - 1) / k_tiles; (int)range >= (int)first_range; --range) {
-        Range& mine = args.ranges[range];
-        const u32 begin = range * k_tiles, ctas = cta_of(begin + k_tiles - 1, args.steps) - cta_of(begin, args.steps) + 1;
-        bool complete = false;
-        if (lane == 0)  // Not for ever: CTAs that have not begun may wait for this one's place. Who is last finds it complete.
-            for (u32 start = clock(); !complete && (u32)clock() - start < MOST_CYCLES;) complete = load_acquire(&mine.arrived) == ctas * 4 * MULTIPLIERS;
-        complete = __shfl_sync(FULL, complete, 0);
-        while (complete) {
-            u32 unit = 0;
-            if (lane == 0) unit = atomicAdd(&mine.taken, 1);
-            unit = __shfl_sync(FULL, unit, 0);
-            if (unit >= units) break;
-            finish_rows(args, range, unit % TILES, unit / TILES, (float*)shared + warp * 8 * 66, lane);
-        }
-        named_barrier<1, 32 * WORKERS>();
-        if (threadIdx.x == 0) {
-            __threadfence();
-            if (atomicAdd(&mine.left, 1) == ctas - 1) *(uint4*)&mine = make_uint4(0, 0, 0, 0);
-        }
-    }
+    if (whole)
+        for (int unit = warp; unit < units; unit += WORKERS) finish_rows<true>(args, (int*)shared, first_range, unit % TILES, unit / TILES, room, lane);
+    else
+        for (u32 i = 1; i <= last[0]; ++i)
+            for (int unit = warp; unit < units; unit += WORKERS)
+                finish_rows<false>(args, args.sums + (u64)last[i] * SUMS, last[i], unit % TILES, unit / TILES, room, lane);
 }

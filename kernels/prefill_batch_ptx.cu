@@ -41,12 +41,6 @@ __device__ __forceinline__ void less_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-__device__ __forceinline__ u32 load_acquire(const u32* from) {
-    u32 v;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-    return v;
-}
-
 // Adds whole numbers in shared memory to those in global memory, in one instruction of one thread.
 __device__ __forceinline__ void add_bulk(int* to, u32 from, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to), "r"(from), "r"(bytes) : "memory");

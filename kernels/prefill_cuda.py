@@ -19,6 +19,10 @@ from vllm_tilequant.schema import TILE
 TOKENS = (16, 32, 64, 128)
 #: Threads of a CTA; bytes of a block of the decode form at one input tile.
 THREADS, _BLOCK_BYTES = 256, 4 * 8192
+#: Room for a number and ranges of outputs that a CTA of the kernel for batches finishes.
+_MOST_RANGES = 64
+#: Share of multiprocessors from which on it is better to leave the others idle than to share ranges of outputs.
+_WHOLE = 0.8
 #: Inputs up to which small CTAs quantise the rows of a batch.
 _SMALL_ROW = 6144
 #: Tiles of a CTA of the short kernel, and of a step of the one for batches.
@@ -88,7 +92,7 @@ class BatchArgs(ctypes.Structure):
         ("planes", ctypes.c_ubyte * 128),
         ("w", _Weight),
         *((name, ctypes.c_void_p) for name in (
-            "ratio", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "sums", "ranges",
+            "ratio", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "sums", "arrivals",
         )),
         ("y_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type")),
@@ -272,7 +276,7 @@ def batch_geometry(tokens: int) -> tuple[int, int]:
     rings = stages * _BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + row_stages * (tokens * 64 + 512)
     sent = (8 if many else 4) * 64 * min(tokens, 64)
     kept = buffers * SHORT_TILES * 4096 + sent + 64 * (SHORT_TILES + 1) * 16 + (stages + row_stages + buffers) * 16
-    return 640, -(-rings // 1024) * 1024 + kept
+    return 640, -(-rings // 1024) * 1024 + kept + 4 * _MOST_RANGES
 
 
 _sums: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -283,11 +287,11 @@ def batch_sums(device: torch.device, n: int) -> tuple[Tensor, Tensor]:
     process, shared by all layers. Made at load, so that a server's memory profile counts it. Not for two streams at once."""
     ranges = -(-n // (SHORT_TILES * TILE))
     held = _sums.get(device)
-    if held is None or held[1].shape[0] < ranges:
+    if held is None or held[1].numel() < ranges:
         _sums.pop(device, None)
         held = None  # before the larger one is allocated
         sums = torch.zeros(ranges * SHORT_TILES * TILE * TOKENS[-1], dtype=torch.int32, device=device)
-        held = _sums[device] = sums, torch.zeros(ranges, 4, dtype=torch.int32, device=device)
+        held = _sums[device] = sums, torch.zeros(ranges, dtype=torch.int32, device=device)
     return held
 
 
@@ -314,16 +318,18 @@ def batch(
 ) -> None:
     """y of rows by `quantize_batch`. block: `ratio`, `unit` and `of_input` of `PrefillWeight`; out: [M, N], rows aligned to pairs"""
     weight = _weight(w)
-    steps = -(-weight.n_tiles // SHORT_TILES) * weight.k_tiles
-    grid = min(multiprocessors(w.device).count, steps)
-    sums, ranges = batch_sums(w.device, w.out_features)
+    ranges = -(-weight.n_tiles // SHORT_TILES)
+    steps, most = ranges * weight.k_tiles, multiprocessors(w.device).count
+    # A range of outputs to a CTA, if that keeps enough of them busy: nothing is exchanged then.
+    grid = ranges if _WHOLE * most <= ranges <= most else min(most, steps)
+    sums, arrivals = batch_sums(w.device, w.out_features)
     planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, SHORT_TILES))
     for first in range(0, out.shape[0], TOKENS[-1]):
         y = out[first : first + TOKENS[-1]]
         tokens = batch_tokens(y.shape[0])
         args = BatchArgs(
             planes, weight, *(t.data_ptr() for t in block), q.data_ptr() + first * TILE, scale.data_ptr() + first * 4,
-            w.transform.data_ptr(), w.table.data_ptr(), _pointer(bias), y.data_ptr(), sums.data_ptr(), ranges.data_ptr(),
+            w.transform.data_ptr(), w.table.data_ptr(), _pointer(bias), y.data_ptr(), sums.data_ptr(), arrivals.data_ptr(),
             y.stride(0), y.shape[0], q.shape[1], steps, 0 if bias is None else DTYPES.index(bias.dtype),
         )  # fmt: skip
         threads, size = batch_geometry(tokens)

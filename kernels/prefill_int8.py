@@ -179,7 +179,8 @@ def warm(w: DecodeWeight, p: PrefillWeight, dtype: torch.dtype, codes: Tensor | 
     """
     if device_path(w.device) == "cuda":
         return
-    for rows in (1, prefill_config(w.out_features, w.in_features, w.device).short_rows + 1):
+    config = prefill_config(w.out_features, w.in_features, w.device)
+    for rows in (1, max(config.short_rows, config.batch_rows) + 1):
         x = torch.zeros(rows, w.in_features, dtype=dtype, device=w.device)
         for bias in (None, torch.zeros(w.out_features, dtype=dtype, device=w.device)):
             prefill_linear(x, w, p, bias, codes=codes)
@@ -217,7 +218,7 @@ def self_check(device: torch.device, path: str) -> str | None:
         if not float((got - y).norm() / y.norm()) < 2.0**-19:
             return f"the short kernel gives wrong results at {x.shape[0]} rows"
     for x, y in zip(drawn, in_batch, strict=True) if path == "cuda" else ():
-        got = prefill_linear(x.bfloat16().to(device), w, p, path=path, config=config).cpu().double()
+        got = prefill_linear(x.bfloat16().to(device), w, p, path=path, config=PrefillConfig(2, 0, 128)).cpu().double()
         if not float((got - y).norm() / y.norm()) < 2.0**-8:
             return f"the kernel for batches gives wrong results at {x.shape[0]} rows"
     out = torch.empty(codes.shape, dtype=torch.int8, device=device)
@@ -238,9 +239,11 @@ def way(x: Tensor, config: PrefillConfig, activation: str, path: str, rotated: b
     """
     if activation not in PREFILL_ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, wanted one of {PREFILL_ACTIVATIONS}")
-    if activation != "group64" and x.shape[0] > config.short_rows:
+    rows, batch = x.shape[0], path == "cuda" and not rotated and prefill_cuda.takes_batch(x)
+    if activation == "group64" or rows <= config.short_rows:
+        return "short"
+    if rows > config.batch_rows:
         return "long"
-    batch = activation != "group64" and path == "cuda" and not rotated and prefill_cuda.takes_batch(x)
     return "batch" if batch else "short"
 
 

@@ -101,16 +101,18 @@ class PrefillConfig:
     """How the prefill serves one weight shape.
 
     splits: CTAs of a cluster that share the input tiles in the short kernel, up to 16
-    short_rows: rows up to which the weight is expanded inside the product (by the short kernel or the one for batches), the
-        expansion and one whole product beyond
+    short_rows: rows up to which the short kernel is used
+    batch_rows: above those, rows up to which the kernel for batches is used (the short one where it does not serve); beyond, the
+        expansion and one whole product
     """
 
     splits: int = 1
     short_rows: int = 32
+    batch_rows: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.splits <= 16 or self.short_rows < 0:
-            raise ValueError(f"{self}: wanted splits 1 to 16, short_rows >= 0")
+        if not 1 <= self.splits <= 16 or self.short_rows < 0 or self.batch_rows < 0:
+            raise ValueError(f"{self}: wanted splits 1 to 16, short_rows and batch_rows >= 0")
 
 
 @functools.cache
@@ -152,8 +154,8 @@ def tuned_prefill(gpu: str) -> dict[tuple[int, int], PrefillConfig]:
 
 def default_prefill_config(n: int, k: int, multiprocessors: int) -> PrefillConfig:
     """The documented default: of 1 to 8 splits (the portable cluster), with two input tiles to a CTA at least, the fewest that
-    keep four fifths of the places for CTAs of 256 outputs busy, two to a multiprocessor; else those that keep most busy. Expanded
-    inside the product are up to 128 rows of a large weight, whose expansion takes long, up to 64 of others."""
+    keep four fifths of the places for CTAs of 256 outputs busy, two to a multiprocessor; else those that keep most busy. The
+    short kernel up to 16 rows; the one for batches up to 128 of a large weight, whose expansion takes long, up to 64 of others."""
     blocks = -(-n // 256)
 
     def busy(splits: int) -> float:
@@ -162,7 +164,7 @@ def default_prefill_config(n: int, k: int, multiprocessors: int) -> PrefillConfi
 
     legal = [s for s in range(1, 9) if s == 1 or k // 64 >= 2 * s]
     splits = next((s for s in legal if busy(s) >= 0.8), max(legal, key=busy))
-    return PrefillConfig(splits, 128 if n * k >= 2**26 else 64)
+    return PrefillConfig(splits, 16, 128 if n * k >= 2**25 else 64)
 
 
 @functools.cache

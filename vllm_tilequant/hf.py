@@ -29,7 +29,7 @@ from vllm_tilequant.hf_quantizer import check_shapes, refuse
 from vllm_tilequant.hf_quantizer import replace as replace_module
 from vllm_tilequant.kernels import layout, portable
 from vllm_tilequant.kernels.dispatch import GRADED_ROWS, takes_graded
-from vllm_tilequant.kernels.reference import activation_token_ref, requantize_ref
+from vllm_tilequant.kernels.reference import activation_token_ref, requantize_block_ref, requantize_ref
 from vllm_tilequant.schema import (
     ACTIVATIONS,
     LEVELS,
@@ -45,7 +45,8 @@ Graded = Literal["rows", "always", "never"]
 FULL_THRESHOLDS = (-1.0, -1.0, -1.0, -1.0)
 
 
-STATIC_ACTIVATIONS = tuple(dict.fromkeys((*ACTIVATIONS, *PREFILL_ACTIVATIONS)))
+#: `token_block` is what `token_smooth` stands for up to some rows: one scale per 64 outputs instead of one per output.
+STATIC_ACTIVATIONS = tuple(dict.fromkeys((*ACTIVATIONS, *PREFILL_ACTIVATIONS, "token_block")))
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class Mode:
     """How every `TileLinear` of a model computes.
 
     profile: a stored profile, `full` or `off` (no grading, whatever `graded` says)
-    activation: `none`, `group64` (INT8 per row and 64 inputs), or for products at stored precision `token_smooth`, the long
-        prefill's arithmetic on a GPU: INT8 per row after the smoothing, weights requantized per output
+    activation: `none`, `group64` (INT8 per row and 64 inputs), or for products at stored precision the arithmetic of a GPU with
+        INT8 per row after the smoothing: of prompts `token_smooth`, weights requantized per output, of batches `token_block`,
+        weights requantized per 64 outputs
     graded: `never`; `always`, at every position; `rows`, as a server does: graded up to `graded_rows` rows of one call
     """
 
@@ -155,7 +157,7 @@ class TileLinear(nn.Module):
         self.cost = layout.level_cost(weight.tile_bits)  # [5, K/64] float64
         self.stored_code_bits = layout.tile_code_bits(weight.tile_bits)
         self.smoothing = None if smoothing is None else smoothing.to(device)
-        self._requantized: Tensor | None = None  # [N, K] float32, codes times scales of the long prefill
+        self._requantized: dict[str, Tensor] = {}  # [N, K] float32, codes times scales, per activation
         self._levels: dict[int, Tensor] = {}
         self._static_rows = 0
         self._graded_rows = 0
@@ -185,22 +187,29 @@ class TileLinear(nn.Module):
             y = self._graded(rows, self.thresholds[mode.profile], mode.activation)
         else:
             self._static_rows += rows.shape[0]
-            if mode.activation == "token_smooth":
-                y = self._long_prefill(rows)
+            if mode.activation in ("token_smooth", "token_block"):
+                y = self._requantized_linear(rows, mode.activation)
                 return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
             if mode.activation == "group64":
                 rows = portable.fake_quantize(rows)
             y = F.linear(rows.to(x.dtype), self.weight, self.bias)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
-    def _long_prefill(self, x: Tensor) -> Tensor:
-        """`reference.prefill_int8_ref` in float32: [M, K] -> [M, N]."""
-        if self._requantized is None:
+    def _requantized_linear(self, x: Tensor, activation: str) -> Tensor:
+        """`reference.prefill_int8_ref` or `prefill_block_ref` in float32: [M, K] -> [M, N]."""
+        weight = self._requantized.get(activation)
+        if weight is None:
             matrices = self.transforms[self.packed.output_transform.long()]
-            codes, unit = requantize_ref(self.packed, matrices, self.smoothing)
-            self._requantized = codes.float() * unit[:, None]
+            if activation == "token_smooth":
+                codes, unit = requantize_ref(self.packed, matrices, self.smoothing)
+                weight = codes.float() * unit[:, None]
+            else:
+                codes, unit = requantize_block_ref(self.packed, self.smoothing)
+                rotated = codes.float().view(-1, TILE, self.in_features) * unit[:, None, None]
+                weight = (matrices.float() @ rotated).view(self.out_features, self.in_features)
+            self._requantized[activation] = weight
         q, scale = activation_token_ref(x, self.smoothing)
-        return F.linear(q.float() * scale[:, None], self._requantized, None if self.bias is None else self.bias.float())
+        return F.linear(q.float() * scale[:, None], weight, None if self.bias is None else self.bias.float())
 
     def _graded(self, x: Tensor, thresholds: Tensor, activation: str) -> Tensor:
         """[M, K] -> [M, N]: one dense float32 product per level, with the channels of the other levels at zero."""
