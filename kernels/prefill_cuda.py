@@ -297,7 +297,7 @@ def batch_sums(device: torch.device, n: int) -> tuple[Tensor, Tensor]:
 
 def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor]:
     """Rows as the kernel for batches reads them, by `activation_token_ref`: q [K/64, rows padded, 64] int8, scale [M] float32."""
-    aligned = x.data_ptr() % _ALIGNMENT == 0 and x.stride(0) * x.element_size() % _ALIGNMENT == 0
+    aligned = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
     x = x if aligned else x.clone(memory_format=torch.contiguous_format)
     m, k = x.shape
     padded = -(-m // TOKENS[-1]) * TOKENS[-1]

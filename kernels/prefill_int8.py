@@ -140,6 +140,8 @@ def reserve(device: torch.device, n: int, k: int) -> None:
 
     Called at load, so that a server's memory profile counts it. Not for two streams that compute at once.
     """
+    if prefill_cuda.unsupported_reason(device_capability(device)) is None:
+        prefill_cuda.batch_sums(device, n)
     held = _workspaces.get(device)
     if held is None or held.numel() < n * k:
         for kept in [_workspaces, *_views.values()]:
@@ -326,7 +328,7 @@ class LongCall:
     def serves(self, x: Tensor, bias: Tensor | None) -> bool:
         """Whether `prefill_linear` would do the same. x: [M, K] contiguous, of the dtype and on the device of this call"""
         fits = (bias is None or bias.dtype == x.dtype) and x.data_ptr() % prefill_cuda.ALIGNMENT == 0
-        return fits and not takes_short(x.shape[0], self.config, self.activation)
+        return fits and way(x, self.config, self.activation, "cuda") == "long"
 
     def __call__(self, x: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """For what it `serves`; scale: of `p`."""

@@ -61,7 +61,9 @@ def check(case, m, dtype, device, *, path, activation="token_smooth", smooth=Fal
         assert torch.equal(y.double(), wanted)
     else:
         assert relative_rms(y, wanted) <= OUTPUT_RMS[str(dtype).removeprefix("torch.")]
-    if gemm is None and not (how == "short" and device == "cpu"):  # numpy, which the interpreter un-rotates with, promises no order
+    if gemm is None and not (
+        how == "short" and device == "cpu"
+    ):  # numpy, which the interpreter un-rotates with, promises no order
         for row in {0, m // 2, m - 1}:  # alone, on the same side of the boundary
             alone = replace(config, short_rows=0, batch_rows=0) if how == "long" else config
             got = prefill_int8.prefill_linear(x[row : row + 1], w, p, b, **(kwargs | {"config": alone}))

@@ -42,7 +42,8 @@ def evaluate(
         typer.Option(help="Profile of the graded rows (repeatable), or 'all'; the checkpoint's default if left out."),
     ] = None,
     activation: Annotated[
-        list[str] | None, typer.Option(help="'none', 'group64', or for the static phase 'token_smooth' or 'token_block' (repeatable).")
+        list[str] | None,
+        typer.Option(help="'none', 'group64', or for the static phase 'token_smooth' or 'token_block' (repeatable)."),
     ] = None,
     phase: Annotated[Phase, typer.Option(help="At stored precision, graded at every position, or both.")] = Phase.both,
     device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
