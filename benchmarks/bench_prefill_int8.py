@@ -25,7 +25,7 @@ import shapes
 import timing
 
 from vllm_tilequant import ops
-from vllm_tilequant.kernels import layout, prefill_cuda, prefill_int8, prefill_triton, reference
+from vllm_tilequant.kernels import layout, prefill_batch, prefill_int8, prefill_triton, reference
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.layout import PackedWeight
 from vllm_tilequant.kernels.prefill_int8 import PrefillWeight
@@ -106,7 +106,7 @@ def time_ours(bench: Bench, x: torch.Tensor, config: PrefillConfig, gemm, path: 
 def prepare_us(bench: Bench, x: torch.Tensor, how: str) -> tuple[float, float | None]:
     """What comes before the product: rows, and the expansion. One launch does both: rows are what it takes more for them."""
     if how == "batch":
-        return timing.time_graph([lambda: prefill_cuda.quantize_batch(x, bench.prefill.unsmoothing)], replays=10).us, None
+        return timing.time_graph([lambda: prefill_batch.quantize_batch(x, bench.prefill.unsmoothing)], replays=10).us, None
     if how == "short":
         return timing.time_graph([lambda: prefill_triton.quantize_groups(x)], replays=10).us, None
     p, path, out = bench.prefill, prefill_int8.device_path(x.device), prefill_int8.workspace(x.device, *bench.shape)

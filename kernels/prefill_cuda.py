@@ -1,9 +1,10 @@
-"""Launches of `prefill_expand.cu` and `prefill_short.cu`, which Hopper runs instead of their Triton forms, and `prefill_batch.cu`."""
+"""Launches of `prefill_expand.cu` and `prefill_short.cu`, which Hopper runs instead of their Triton forms."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,19 +19,13 @@ from vllm_tilequant.schema import TILE
 #: Rows of one CTA of the short kernel, each a compilation of its own.
 TOKENS = (16, 32, 64, 128)
 #: Threads of a CTA; bytes of a block of the decode form at one input tile.
-THREADS, _BLOCK_BYTES = 256, 4 * 8192
-#: Room for a number and ranges of outputs that a CTA of the kernel for batches finishes.
-_MOST_RANGES = 64
-#: Share of multiprocessors from which on it is better to leave the others idle than to share ranges of outputs.
-_WHOLE = 0.8
-#: Inputs up to which small CTAs quantise the rows of a batch.
-_SMALL_ROW = 6144
+THREADS, BLOCK_BYTES = 256, 4 * 8192
 #: Tiles of a CTA of the short kernel, and of a step of the one for batches.
 SHORT_TILES = 4
 #: Most memory for sums that CTAs of the short kernel hand each other in one launch.
 PARTS_BYTES = 2**26
 #: Of the expansion: CTAs that a multiprocessor holds, bytes of shared memory of one, further ones for every step, most steps.
-_EXPAND_RESIDENT, _EXPAND_BYTES = 2, 2 * (_BLOCK_BYTES + 256) + BLOCK_TILES * (4096 + 512) + 2 * 8 * 8 * 4
+_EXPAND_RESIDENT, _EXPAND_BYTES = 2, 2 * (BLOCK_BYTES + 256) + BLOCK_TILES * (4096 + 512) + 2 * 8 * 8 * 4
 _STEP_BYTES, MOST_STEPS = 16 + BLOCK_TILES * 16, 64
 #: Inputs of rows that a CTA quantises in less than the time of a step.
 _INPUTS_OF_STEP = 32768
@@ -42,7 +37,7 @@ _FOLDER = Path(__file__).parent
 _HEADERS = (_FOLDER / "ptx.cu", *(_FOLDER / f"prefill_{part}.cu" for part in ("ptx", "planes", "rows", "batch_ptx")))
 
 
-class _Weight(ctypes.Structure):
+class WeightArgs(ctypes.Structure):
     """`struct Weight` of prefill_planes.cu."""
 
     _fields_ = [
@@ -65,7 +60,7 @@ class ExpandArgs(ctypes.Structure):
     """`struct Args` of prefill_expand.cu."""
 
     _fields_ = [
-        ("w", _Weight),
+        ("w", WeightArgs),
         *((name, ctypes.c_void_p) for name in ("rotation", "rotation_index", "smoothing", "inverse", "out")),
         *((name, ctypes.c_int) for name in ("ctas", "most_steps")),
         ("rows", _Rows),
@@ -77,36 +72,11 @@ class ShortArgs(ctypes.Structure):
 
     _fields_ = [
         ("planes", ctypes.c_ubyte * 128),
-        ("w", _Weight),
+        ("w", WeightArgs),
         *((name, ctypes.c_void_p) for name in ("x", "scale", "transform", "table", "bias", "y", "parts")),
         ("y_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("rows", "rows_padded", "splits", "bias_type")),
         ("padding", ctypes.c_ubyte * 64),
-    ]
-
-
-class BatchArgs(ctypes.Structure):
-    """`struct Args` of prefill_batch.cu, whose alignment pads it."""
-
-    _fields_ = [
-        ("planes", ctypes.c_ubyte * 128),
-        ("w", _Weight),
-        *((name, ctypes.c_void_p) for name in (
-            "ratio", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "sums", "arrivals",
-        )),
-        ("y_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type")),
-        ("padding", ctypes.c_ubyte * 48),
-    ]  # fmt: skip
-
-
-class BatchRows(ctypes.Structure):
-    """`struct Args` of prefill_batch_rows.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "unsmoothing", "q", "scale")),
-        ("stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("k", "rows_padded", "ctas")),
     ]
 
 
@@ -130,21 +100,17 @@ def short_threads(tokens: int) -> int:
 def shared_bytes(tokens: int) -> int:
     """Of the short kernel; mirrors the layout at the top of prefill_short.cu."""
     stages = 6 if tokens == 128 else 4
-    stage = -(-(_BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + tokens * 68) // 512) * 512
+    stage = -(-(BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + tokens * 68) // 512) * 512
     return max(stages * stage, tokens * SHORT_TILES * 256) + 64 * SHORT_TILES * 16 + stages * 16 + SHORT_TILES * (64 * 5 + 4)
 
 
-def compile_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile and load now what a call would at its first time: a captured graph must not meet the compiler."""
-    for rows in {_NO_ROWS, dtype} & set(DTYPES[:2]):
-        _expand_module(device, rows).kernel("expand")
-    for tokens in TOKENS:
-        _short_module(device, dtype, tokens).kernel("short_rows")
-        if dtype in DTYPES[:2]:
-            _batch_module(device, dtype, tokens).kernel("batch")
-    if dtype in DTYPES[:2]:
-        for threads in (128, 256):
-            _batch_rows_module(device, dtype, threads).kernel("batch_rows")
+def kernels(dtype: torch.dtype) -> list[tuple[str, Callable[..., Module], tuple[object, ...]]]:
+    """Names, modules and their arguments of what calls over rows of a dtype launch."""
+    wanted: list[tuple[str, Callable[..., Module], tuple[object, ...]]] = [
+        ("expand", _expand_module, (rows,)) for rows in {_NO_ROWS, dtype} & set(DTYPES[:2])
+    ]
+    wanted += [("short_rows", _short_module, (dtype, tokens)) for tokens in TOKENS]
+    return wanted
 
 
 def takes_rows(x: Tensor) -> bool:
@@ -175,7 +141,7 @@ class Expansion:
     ) -> None:  # fmt: skip
         self.device, self.dtype, self.n_tiles, self.resident = w.device, dtype, w.out_features // TILE, _ctas(w.device)
         self.args, self.ctas = expand_args(w, rotation, index, inverse, smoothing, None, self.resident)
-        self.args.rows.unsmoothing = _pointer(unsmoothing)
+        self.args.rows.unsmoothing = pointer(unsmoothing)
         self.most_steps = self.args.most_steps
 
     def __call__(self, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,11 +161,11 @@ def expand_args(
     w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor | None, ctas: int
 ) -> tuple[ExpandArgs, int]:
     """Arguments and grid. As `prefill_triton.expand`; ctas: that run at once."""
-    weight = _weight(w)
+    weight = weight_args(w)
     steps = -(-weight.n_tiles // BLOCK_TILES) * weight.k_tiles
     grid = min(steps, ctas * -(-steps // (ctas * MOST_STEPS)))
     args = ExpandArgs(
-        weight, rotation.data_ptr(), index.data_ptr(), _pointer(smoothing), inverse.data_ptr(), _pointer(out),
+        weight, rotation.data_ptr(), index.data_ptr(), pointer(smoothing), inverse.data_ptr(), pointer(out),
         grid, -(-steps // grid),
     )  # fmt: skip
     return args, grid
@@ -233,7 +199,7 @@ def short_args(
 
     planes: `planes_map` of the weight, in boxes of `SHORT_TILES`
     """
-    weight, rows = _weight(w), out.shape[0]
+    weight, rows = weight_args(w), out.shape[0]
     tokens = tokens_for(rows)
     grid = splits * -(-rows // tokens) * -(-weight.n_tiles // SHORT_TILES)
     parts = torch.empty(grid * tokens * SHORT_TILES * TILE if splits > 1 else 0, dtype=torch.float32, device=q.device)
@@ -259,117 +225,26 @@ def short(q: Tensor, scale: Tensor, w: DecodeWeight, bias: Tensor | None, out: T
         )  # fmt: skip
 
 
-def takes_batch(x: Tensor) -> bool:
-    """Whether `batch` serves rows of this dtype and length. Rotated ones it never does."""
-    return x.dtype in DTYPES[:2] and x.shape[1] <= MOST_INPUTS
-
-
-def batch_tokens(rows: int) -> int:
-    """Rows of the kernel for batches that up to 128 rows take."""
-    return next(t for t in TOKENS if rows <= t)
-
-
-def batch_geometry(tokens: int) -> tuple[int, int]:
-    """Threads of a CTA of the kernel for batches, and bytes; mirrors the layout at the top of prefill_batch.cu."""
-    many = tokens == 128
-    stages, row_stages, buffers = 6, 4 if many else 6, 3 if many else 4
-    rings = stages * _BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + row_stages * (tokens * 64 + 512)
-    sent = (8 if many else 4) * 64 * min(tokens, 64)
-    kept = buffers * SHORT_TILES * 4096 + sent + 64 * (SHORT_TILES + 1) * 16 + (stages + row_stages + buffers) * 16
-    return 640, -(-rings // 1024) * 1024 + kept + 4 * _MOST_RANGES
-
-
-_sums: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-
-def batch_sums(device: torch.device, n: int) -> tuple[Tensor, Tensor]:
-    """Where CTAs of the kernel for batches add up N outputs of up to 128 rows, and count each other: zeros between launches, of the
-    process, shared by all layers. Made at load, so that a server's memory profile counts it. Not for two streams at once."""
-    ranges = -(-n // (SHORT_TILES * TILE))
-    held = _sums.get(device)
-    if held is None or held[1].numel() < ranges:
-        _sums.pop(device, None)
-        held = None  # before the larger one is allocated
-        sums = torch.zeros(ranges * SHORT_TILES * TILE * TOKENS[-1], dtype=torch.int32, device=device)
-        held = _sums[device] = sums, torch.zeros(ranges, dtype=torch.int32, device=device)
-    return held
-
-
-def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows as the kernel for batches reads them, by `activation_token_ref`: q [K/64, rows padded, 64] int8, scale [M] float32."""
-    aligned = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
-    x = x if aligned else x.clone(memory_format=torch.contiguous_format)
-    m, k = x.shape
-    padded = -(-m // TOKENS[-1]) * TOKENS[-1]
-    q = torch.empty(k // TILE, padded, TILE, dtype=torch.int8, device=x.device)
-    scale = torch.empty(m, dtype=torch.float32, device=x.device)
-    threads = 128 if k <= _SMALL_ROW else 256
-    ctas = -(-k // (threads * threads // 8))
-    args = BatchRows(x.data_ptr(), _pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0), k, padded, ctas)
-    _batch_rows_module(x.device, x.dtype, threads).kernel("batch_rows").launch(
-        args, grid=m * ctas, threads=threads, cluster=ctas, shared_bytes=0, stream=current_stream(x.device),
-        overlap=True,
-    )  # fmt: skip
-    return q, scale
-
-
-def batch(
-    q: Tensor, scale: Tensor, w: DecodeWeight, block: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, out: Tensor
-) -> None:
-    """y of rows by `quantize_batch`. block: `ratio`, `unit` and `of_input` of `PrefillWeight`; out: [M, N], rows aligned to pairs"""
-    weight = _weight(w)
-    ranges = -(-weight.n_tiles // SHORT_TILES)
-    steps, most = ranges * weight.k_tiles, multiprocessors(w.device).count
-    # A range of outputs to a CTA, if that keeps enough of them busy: nothing is exchanged then.
-    grid = ranges if _WHOLE * most <= ranges <= most else min(most, steps)
-    sums, arrivals = batch_sums(w.device, w.out_features)
-    planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, SHORT_TILES))
-    for first in range(0, out.shape[0], TOKENS[-1]):
-        y = out[first : first + TOKENS[-1]]
-        tokens = batch_tokens(y.shape[0])
-        args = BatchArgs(
-            planes, weight, *(t.data_ptr() for t in block), q.data_ptr() + first * TILE, scale.data_ptr() + first * 4,
-            w.transform.data_ptr(), w.table.data_ptr(), _pointer(bias), y.data_ptr(), sums.data_ptr(), arrivals.data_ptr(),
-            y.stride(0), y.shape[0], q.shape[1], steps, 0 if bias is None else DTYPES.index(bias.dtype),
-        )  # fmt: skip
-        threads, size = batch_geometry(tokens)
-        _batch_module(w.device, out.dtype, tokens).kernel("batch").launch(
-            args, grid=grid, threads=threads, cluster=1, shared_bytes=size, stream=current_stream(w.device), overlap=True
-        )
-
-
-def _pointer(t: Tensor | None) -> int | None:
+def pointer(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
-def _weight(w: DecodeWeight) -> _Weight:
-    return _Weight(w.codes.data_ptr(), w.meta.data_ptr(), w.factor.data_ptr(), w.out_features // TILE, w.in_features // TILE)
+def weight_args(w: DecodeWeight) -> WeightArgs:
+    return WeightArgs(w.codes.data_ptr(), w.meta.data_ptr(), w.factor.data_ptr(), w.out_features // TILE, w.in_features // TILE)
 
 
 @functools.cache
 def _expand_module(device: torch.device, dtype: torch.dtype) -> Module:
     """dtype: of rows that are quantised in the same launch."""
-    return _module("prefill_expand.cu", device, [f"XTYPE={DTYPES.index(dtype)}"])
+    return module("prefill_expand.cu", device, [f"XTYPE={DTYPES.index(dtype)}"])
 
 
 @functools.cache
 def _short_module(device: torch.device, dtype: torch.dtype, tokens: int) -> Module:
-    module = _module("prefill_short.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"TOKENS={tokens}"])
-    module.kernel("short_rows").prefer_shared()
-    return module
+    found = module("prefill_short.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"TOKENS={tokens}"])
+    found.kernel("short_rows").prefer_shared()
+    return found
 
 
-@functools.cache
-def _batch_module(device: torch.device, dtype: torch.dtype, tokens: int) -> Module:
-    module = _module("prefill_batch.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"TOKENS={tokens}"])
-    module.kernel("batch").prefer_shared()
-    return module
-
-
-@functools.cache
-def _batch_rows_module(device: torch.device, dtype: torch.dtype, threads: int) -> Module:
-    return _module("prefill_batch_rows.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"THREADS={threads}"])
-
-
-def _module(source: str, device: torch.device, defines: list[str]) -> Module:
+def module(source: str, device: torch.device, defines: list[str]) -> Module:
     return Module(compile_cubin(_FOLDER / source, headers=_HEADERS, architecture="sm_90a", defines=defines), device)

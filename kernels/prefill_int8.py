@@ -12,12 +12,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from vllm_tilequant.kernels import decode_weight, prefill_cuda
+from vllm_tilequant.kernels import decode_weight, prefill_batch, prefill_cuda
 from vllm_tilequant.kernels.capability import DTYPES, device_capability
 from vllm_tilequant.kernels.checked import checked_weight
 from vllm_tilequant.kernels.decode_weight import IDENTITY, DecodeWeight
@@ -42,6 +43,8 @@ from vllm_tilequant.schema import PREFILL_ACTIVATIONS, TILE
 logger = logging.getLogger(__name__)
 
 PATHS = ("cuda", "triton")
+#: Sources that are compiled at the same time.
+_COMPILERS = 8
 _WANTED = ", ".join(map(str, DTYPES))
 
 #: A product of INT8 matrices with scales: (q [M, K] int8, codes [N, K] int8, row scales [M, 1] float32, output scales [N, 1]
@@ -141,7 +144,7 @@ def reserve(device: torch.device, n: int, k: int) -> None:
     Called at load, so that a server's memory profile counts it. Not for two streams that compute at once.
     """
     if prefill_cuda.unsupported_reason(device_capability(device)) is None:
-        prefill_cuda.batch_sums(device, n)
+        prefill_batch.batch_sums(device, n)
     held = _workspaces.get(device)
     if held is None or held.numel() < n * k:
         for kept in [_workspaces, *_views.values()]:
@@ -167,7 +170,12 @@ def compile_kernels(device: torch.device, dtype: torch.dtype, k: int, smooth: bo
     from vllm_tilequant.kernels import prefill_triton
 
     if device_path(device) == "cuda":
-        prefill_cuda.compile_kernels(device, dtype)
+        wanted = prefill_cuda.kernels(dtype) + prefill_batch.kernels(dtype)
+        with ThreadPoolExecutor(_COMPILERS) as pool:  # a first start compiles a dozen sources
+            for done in [pool.submit(module, device, *of) for _, module, of in wanted]:
+                done.result()
+        for name, module, of in wanted:
+            module(device, *of).kernel(name)
     unsmoothing = torch.ones(k, dtype=torch.float32, device=device) if smooth else None
     x = torch.zeros(1, k, dtype=dtype, device=device)
     prefill_triton.quantize_rows(x, unsmoothing, rotation)
@@ -241,7 +249,7 @@ def way(x: Tensor, config: PrefillConfig, activation: str, path: str, rotated: b
     """
     if activation not in PREFILL_ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, wanted one of {PREFILL_ACTIVATIONS}")
-    rows, batch = x.shape[0], path == "cuda" and not rotated and prefill_cuda.takes_batch(x)
+    rows, batch = x.shape[0], path == "cuda" and not rotated and prefill_batch.takes_batch(x)
     if activation == "group64" or rows <= config.short_rows:
         return "short"
     if rows > config.batch_rows:
@@ -286,8 +294,8 @@ def prefill_linear(
     how = "long" if codes is not None else way(x, config, activation, path, rotation is not None)
     if how == "batch":
         y = _output(x, n, out)
-        q, scale = prefill_cuda.quantize_batch(x, p.unsmoothing)
-        prefill_cuda.batch(q, scale, w, (p.ratio, p.unit, p.of_input), bias, y)
+        q, scale = prefill_batch.quantize_batch(x, p.unsmoothing)
+        prefill_batch.batch(q, scale, w, (p.ratio, p.unit, p.of_input), bias, y)
         return y
     if how == "short":
         q, scale = portable.quantize_groups(x, rotation)

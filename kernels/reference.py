@@ -63,8 +63,8 @@ def requantize_ref(w: PackedWeight, matrices: Tensor, smoothing: Tensor | None =
 def requantize_block_ref(w: PackedWeight, smoothing: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The weight of batches and short prompts: in the rotated basis, times the smoothing, INT8 with one scale per 64 outputs.
 
-    Returns q [N, K] int8, scale [N/64] float32. `block_ratios` says what codes are multiplied by, in half precision; the products are
-    exact and rounded half to even.
+    Returns q [N, K] int8, scale [N/64] float32. `block_ratios` says what codes are multiplied by, in half precision; the
+    products are exact and rounded half to even.
     """
     of_tile, of_input, scale = block_ratios(w.tile_scale, w.tile_bits, smoothing)
     by = of_tile.repeat_interleave(TILE, 1) * of_input  # [N/64, K], rounded to half precision
@@ -73,10 +73,11 @@ def requantize_block_ref(w: PackedWeight, smoothing: Tensor | None = None) -> tu
 
 
 def block_ratios(tile_scale: Tensor, tile_bits: Tensor, smoothing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What makes one scale of all tiles of 64 outputs, in two factors up to 1: [N/64, K/64] and [K] float16; scale [N/64] float32.
+    """What makes one scale of all tiles of 64 outputs, in two factors up to 1: [N/64, K/64] and [K] float16; and the scale,
+    [N/64] float32.
 
-    A tile's factor is its step of 8-bit codes times the largest smoothing of its inputs, over the largest of its 64 outputs (which the
-    scale is); an input's is its smoothing over that largest one.
+    A tile's factor is its step of 8-bit codes times the largest smoothing of its inputs, over the largest of its 64 outputs
+    (which is the scale); an input's is its smoothing over that largest one.
     """
     k = tile_bits.shape[1] * TILE
     smooth = torch.ones(k, dtype=torch.float32, device=tile_bits.device) if smoothing is None else smoothing

@@ -102,8 +102,8 @@ class PrefillConfig:
 
     splits: CTAs of a cluster that share the input tiles in the short kernel, up to 16
     short_rows: rows up to which the short kernel is used
-    batch_rows: above those, rows up to which the kernel for batches is used (the short one where it does not serve); beyond, the
-        expansion and one whole product
+    batch_rows: above those, rows up to which the kernel for batches is used (the short one where it does not serve); beyond,
+        the expansion and one whole product
     """
 
     splits: int = 1
@@ -154,8 +154,8 @@ def tuned_prefill(gpu: str) -> dict[tuple[int, int], PrefillConfig]:
 
 def default_prefill_config(n: int, k: int, multiprocessors: int) -> PrefillConfig:
     """The documented default: of 1 to 8 splits (the portable cluster), with two input tiles to a CTA at least, the fewest that
-    keep four fifths of the places for CTAs of 256 outputs busy, two to a multiprocessor; else those that keep most busy. The
-    short kernel up to 16 rows; the one for batches up to 128 of a large weight, whose expansion takes long, up to 64 of others."""
+    keep four fifths of the places for CTAs of 256 outputs busy, two to a multiprocessor; else those that keep most busy.
+    The short kernel up to 16 rows; the one for batches up to 128 of a large weight, whose expansion takes long, else 64."""
     blocks = -(-n // 256)
 
     def busy(splits: int) -> float:

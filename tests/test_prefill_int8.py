@@ -12,7 +12,7 @@ import torch
 
 from cases import MAPS, SHAPES, TRANSFORMS, default_dtype, make_case, make_rows
 from tolerances import OUTPUT_RMS, poison_allocator, relative_rms
-from vllm_tilequant.kernels import decode_weight, prefill_cuda, prefill_int8, reference
+from vllm_tilequant.kernels import decode_weight, prefill_batch, prefill_cuda, prefill_int8, reference
 from vllm_tilequant.kernels.layout import align_codes, rotate_inputs, rotation_table, to_device
 from vllm_tilequant.kernels.tuning import PrefillConfig, default_prefill_config, dump, tuned_prefill
 from vllm_tilequant.schema import PREFILL_ACTIVATIONS as ACTIVATIONS
@@ -304,6 +304,39 @@ def test_scales_of_the_requantised_weight_equal_the_reference(kind):
             assert bool(((weight - exact).abs() <= scale.double()[:, None] * 0.5001).all())
 
 
+@pytest.mark.parametrize("kind", MAPS)
+def test_one_scale_of_64_outputs_loses_half_a_step(kind):
+    for shape in SHAPES:
+        case = make_case(*shape, kind)
+        for smoothing in (None, draw_smoothing(shape[1])):
+            codes, scale = reference.requantize_block_ref(case.weight, smoothing)
+            step = case.weight.tile_scale * torch.exp2(case.weight.tile_bits.float() - 8)
+            exact = align_codes(case.codes, case.weight.tile_bits).double() - 128
+            exact *= step.double().repeat_interleave(64, 0).repeat_interleave(64, 1)
+            exact = exact if smoothing is None else exact * smoothing
+            unit = scale.double().repeat_interleave(64)[:, None]
+            # Two roundings to half precision move a code by less than 128 / 1024 beside its own.
+            assert bool(((codes.double() * unit - exact).abs() <= 0.63 * unit).all())
+
+
+def test_factors_of_batches_lie_as_their_kernel_reads_them():
+    case = make_case(1088, 192, "mixed2468")  # a block of outputs that is not full
+    packed, w, p = served(case, "cpu", True)
+    of_tile, of_input, unit = reference.block_ratios(packed.tile_scale, packed.tile_bits, p.smoothing)
+    assert torch.equal(p.unit, unit)
+    low, high = p.ratio & 0xFFFF, p.ratio >> 16 & 0xFFFF
+    assert torch.equal(low, high) and p.ratio.shape == w.factor.shape
+    halves = low.to(torch.int16).view(torch.float16)  # [blocks, K/64, 8]
+    for nt in range(17):
+        assert torch.equal(halves[nt // 8, :, nt % 8], of_tile[nt])
+    assert not halves[2, :, 1:].any()
+    for kt in range(3):
+        for place in range(64):
+            lane, half, eight, odd = place // 16, place // 8 % 2, place // 2 % 4, place % 2
+            four, at = place // 4 * 4, (0, 2, 1, 3)[place % 4]
+            assert p.of_input[kt, four + at] == of_input[64 * kt + 32 * half + 8 * eight + 2 * lane + odd]
+
+
 def test_a_prefill_weight_survives_as_a_list_of_tensors():
     for smooth in (False, True):
         _, _, p = served(make_case(64, 128), "cpu", smooth)
@@ -401,13 +434,13 @@ def test_the_short_kernel_walks_over_many_input_tiles():
 @pytest.mark.parametrize("ctas", [1, 2, 5, 131, 10**4])
 def test_every_cut_of_the_kernel_for_batches(ctas, monkeypatch):
     """CTAs with many ranges of outputs, and ranges of many CTAs; what they add up in is left as it was found."""
-    monkeypatch.setattr(prefill_cuda, "multiprocessors", lambda device: SimpleNamespace(count=ctas))
+    monkeypatch.setattr(prefill_batch, "multiprocessors", lambda device: SimpleNamespace(count=ctas))
     for shape, kind in (((1088, 1536), "mixed2468"), ((192, 320), "mixed48"), ((320, 8256), "all8"), ((3200, 64), "all4")):
         for m in (1, 10, 20, 40, 100, 200):
             for dtype in (torch.bfloat16, torch.float16):
                 config = PrefillConfig(1, 0, 256)
                 check(make_case(*shape, kind), m, dtype, "cuda", path="cuda", config=config, smooth=True, bias=m != 20)
-    for held in prefill_cuda._sums.values():
+    for held in prefill_batch._sums.values():
         assert not any(t.any() for t in held)
 
 

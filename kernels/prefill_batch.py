@@ -1,0 +1,158 @@
+"""Launches of `prefill_batch.cu`, which Hopper runs between the short kernel and the expansion: batches and short prompts."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_tilequant.kernels.capability import DTYPES
+from vllm_tilequant.kernels.cuda_runtime import Module, current_stream, empty_rows
+from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, DecodeWeight, planes_map
+from vllm_tilequant.kernels.prefill_cuda import (
+    ALIGNMENT,
+    BLOCK_BYTES,
+    MOST_INPUTS,
+    SHORT_TILES,
+    TOKENS,
+    WeightArgs,
+    module,
+    pointer,
+    weight_args,
+)
+from vllm_tilequant.kernels.tuning import multiprocessors
+from vllm_tilequant.schema import TILE
+
+#: Room for a number and ranges of outputs that a CTA of the kernel for batches finishes.
+_MOST_RANGES = 64
+#: Share of multiprocessors from which on it is better to leave the others idle than to share ranges of outputs.
+_WHOLE = 0.8
+#: Threads of CTAs that quantise the rows of a batch, of up to so many inputs and of more.
+_BATCH_ROWS_THREADS, _SMALL_ROW = (128, 256), 6144
+
+
+class BatchArgs(ctypes.Structure):
+    """`struct Args` of prefill_batch.cu, whose alignment pads it."""
+
+    _fields_ = [
+        ("planes", ctypes.c_ubyte * 128),
+        ("w", WeightArgs),
+        *((name, ctypes.c_void_p) for name in (
+            "ratio", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "sums", "arrivals",
+        )),
+        ("y_stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type")),
+        ("padding", ctypes.c_ubyte * 48),
+    ]  # fmt: skip
+
+
+class BatchRows(ctypes.Structure):
+    """`struct Args` of prefill_batch_rows.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "unsmoothing", "q", "scale")),
+        ("stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("k", "rows_padded", "ctas")),
+    ]
+
+
+def takes_batch(x: Tensor) -> bool:
+    """Whether `batch` serves rows of this dtype and length. Rotated ones it never does."""
+    return x.dtype in DTYPES[:2] and x.shape[1] <= MOST_INPUTS
+
+
+def kernels(dtype: torch.dtype) -> list[tuple[str, Callable[..., Module], tuple[object, ...]]]:
+    """As `prefill_cuda.kernels`; none where `takes_batch` says no."""
+    if dtype not in DTYPES[:2]:
+        return []
+    wanted: list[tuple[str, Callable[..., Module], tuple[object, ...]]]
+    wanted = [("batch", _batch_module, (dtype, tokens)) for tokens in TOKENS]
+    return wanted + [("batch_rows", _batch_rows_module, (dtype, threads)) for threads in _BATCH_ROWS_THREADS]
+
+
+def batch_tokens(rows: int) -> int:
+    """Rows of the kernel for batches that up to 128 rows take."""
+    return next(t for t in TOKENS if rows <= t)
+
+
+def batch_geometry(tokens: int) -> tuple[int, int]:
+    """Threads of a CTA of the kernel for batches, and bytes; mirrors the layout at the top of prefill_batch.cu."""
+    many = tokens == 128
+    stages, row_stages, buffers = 6, 4 if many else 6, 3 if many else 4
+    rings = stages * BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + row_stages * (tokens * 64 + 512)
+    sent = (8 if many else 4) * 64 * min(tokens, 64)
+    kept = buffers * SHORT_TILES * 4096 + sent + 64 * (SHORT_TILES + 1) * 16 + (stages + row_stages + buffers) * 16
+    return 640, -(-rings // 1024) * 1024 + kept + 4 * _MOST_RANGES
+
+
+_sums: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+
+def batch_sums(device: torch.device, n: int) -> tuple[Tensor, Tensor]:
+    """Where CTAs of the kernel for batches add up N outputs of up to 128 rows, and count each other: zeros between launches, of
+    the process, shared by all layers. Made at load, so that a memory profile counts it. Not for two streams at once."""
+    ranges = -(-n // (SHORT_TILES * TILE))
+    held = _sums.get(device)
+    if held is None or held[1].numel() < ranges:
+        _sums.pop(device, None)
+        held = None  # before the larger one is allocated
+        sums = torch.zeros(ranges * SHORT_TILES * TILE * TOKENS[-1], dtype=torch.int32, device=device)
+        held = _sums[device] = sums, torch.zeros(ranges, dtype=torch.int32, device=device)
+    return held
+
+
+def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows as the kernel for batches reads them, by `activation_token_ref`: q [K/64 x rows padded, 64] int8, scale [M, 1]."""
+    aligned = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
+    x = x if aligned else x.clone(memory_format=torch.contiguous_format)
+    m, k = x.shape
+    padded = -(-m // TOKENS[-1]) * TOKENS[-1]
+    q, scale = empty_rows(k // TILE * padded, TILE, torch.int8, x.device), empty_rows(m, 1, torch.float32, x.device)
+    threads = _BATCH_ROWS_THREADS[k > _SMALL_ROW]
+    ctas = -(-k // (threads * threads // 8))
+    args = BatchRows(x.data_ptr(), pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0), k, padded, ctas)
+    _batch_rows_module(x.device, x.dtype, threads).kernel("batch_rows").launch(
+        args, grid=m * ctas, threads=threads, cluster=ctas, shared_bytes=0, stream=current_stream(x.device),
+        overlap=True,
+    )  # fmt: skip
+    return q, scale
+
+
+def batch(
+    q: Tensor, scale: Tensor, w: DecodeWeight, block: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, out: Tensor
+) -> None:
+    """y of rows by `quantize_batch`. block: `ratio`, `unit`, `of_input` of `PrefillWeight`; out: [M, N], aligned to pairs"""
+    weight = weight_args(w)
+    ranges = -(-weight.n_tiles // SHORT_TILES)
+    steps, most = ranges * weight.k_tiles, multiprocessors(w.device).count
+    # A range of outputs to a CTA, if that keeps enough of them busy: nothing is exchanged then.
+    grid = ranges if _WHOLE * most <= ranges <= most else min(most, steps)
+    sums, arrivals = batch_sums(w.device, w.out_features)
+    planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, SHORT_TILES))
+    for first in range(0, out.shape[0], TOKENS[-1]):
+        y = out[first : first + TOKENS[-1]]
+        tokens = batch_tokens(y.shape[0])
+        args = BatchArgs(
+            planes, weight, *(t.data_ptr() for t in block), q.data_ptr() + first * TILE, scale.data_ptr() + first * 4,
+            w.transform.data_ptr(), w.table.data_ptr(), pointer(bias), y.data_ptr(), sums.data_ptr(), arrivals.data_ptr(),
+            y.stride(0), y.shape[0], q.shape[0] // weight.k_tiles, steps, 0 if bias is None else DTYPES.index(bias.dtype),
+        )  # fmt: skip
+        threads, size = batch_geometry(tokens)
+        _batch_module(w.device, out.dtype, tokens).kernel("batch").launch(
+            args, grid=grid, threads=threads, cluster=1, shared_bytes=size, stream=current_stream(w.device), overlap=True
+        )
+
+
+@functools.cache
+def _batch_module(device: torch.device, dtype: torch.dtype, tokens: int) -> Module:
+    found = module("prefill_batch.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"TOKENS={tokens}"])
+    found.kernel("batch").prefer_shared()
+    return found
+
+
+@functools.cache
+def _batch_rows_module(device: torch.device, dtype: torch.dtype, threads: int) -> Module:
+    return module("prefill_batch_rows.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"THREADS={threads}"])
