@@ -453,7 +453,9 @@ def test_rows_of_a_batch_may_lie_anywhere():
     wanted = prefill_int8.prefill_linear(x, w, p, path="cuda", config=config)
     wide = torch.zeros(20, 321, dtype=x.dtype, device="cuda")
     wide[:, 1:] = x
-    assert torch.equal(prefill_int8.prefill_linear(wide[:, 1:], w, p, path="cuda", config=config), wanted)
+    out = torch.full((20, 193), float("nan"), dtype=x.dtype, device="cuda")
+    for to in (None, out[:, :192], out[:, 1:]):
+        assert torch.equal(prefill_int8.prefill_linear(wide[:, 1:], w, p, path="cuda", config=config, out=to), wanted)
 
 
 @pytest.mark.gpu
