@@ -81,7 +81,7 @@ def carried_from(blocks: int) -> int:
 
 
 def planes_map(w: DecodeWeight, tiles: int) -> bytes:
-    """Tensor map of planes 0 and 1 in boxes of both planes of so many tiles at one input tile. tiles: 4 or 8 (`tensor_map`)"""
+    """Tensor map of planes 0 and 1 in boxes of both planes of so many tiles at one input tile. tiles: 2, 4 or 8"""
     rows = -(-w.out_features // (TILE * BLOCK_TILES)) * (w.in_features // TILE) * 2 * TILE
     return tensor_map(w.codes.data_ptr(), rows, BLOCK_TILES * 16, 2 * TILE, tiles * 16)
 

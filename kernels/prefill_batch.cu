@@ -1,7 +1,7 @@
 // Batches and short prompts: y = x W^T for up to 128 rows, the weight expanded inside, one scale per row and 64 outputs
 // (`reference.requantize_block_ref`). Compiled by NVRTC for compute capability 9.0.
 //
-// A step is 256 outputs (four tiles, half a block of the decode form) at one input tile. Steps stand in the order of memory, and every CTA
+// A step is four tiles: WIDTH of outputs (half a block of the decode form, or a quarter) by DEPTH of inputs. Steps stand in the order of memory, and every CTA
 // takes as many of them, whatever the shape. Three kinds of warps work behind each other. Readers fill a ring with plane words (tensor copy,
 // and `cp.async` for planes 2 and 3), and one of INT8 rows. Expanding warps, each with one tile of a step, make codes of plane words, multiply them
 // in half precision by what makes one scale of all tiles of 64 outputs, round them to INT8 and write them where the tensor core reads them.
@@ -11,7 +11,7 @@
 // Who comes last takes them (leaving zeros), rotates the outputs back, adds the bias and rounds, at the end of its steps, with all warps.
 // Where there are nearly as many ranges of 256 outputs as multiprocessors, a CTA takes a whole one, whose sums stay where they are.
 //
-// Set by the compiler's command line: XTYPE (of y: 0 bf16, 1 fp16), TOKENS (16, 32, 64, 128).
+// Set by the compiler's command line: XTYPE (of y: 0 bf16, 1 fp16), TOKENS (16, 32, 64, 128), WIDTH (4, 2).
 
 #include "prefill_ptx.cu"
 #include "prefill_planes.cu"
@@ -35,13 +35,14 @@ struct Args {
     int rows, rows_padded, steps, bias_type;  // rows_padded: a multiple of 128; steps of all CTAs: below 2^32 / CTAs
 };
 
-constexpr int TILES = 4, SUMS = TILES * 64 * TOKENS;
+constexpr int TILES = 4, DEPTH = TILES / WIDTH, SUMS = WIDTH * 64 * TOKENS;
 // Groups of four warps. The tensor core's sums take 128 registers of a multiplier, and 24 more are out of its reach.
-constexpr int MULTIPLIERS = TOKENS == 128 ? 2 : 1, EXPANDERS = TOKENS == 128 ? 2 : 3, GROUPS = MULTIPLIERS + EXPANDERS + 1;
+constexpr int MULTIPLIERS = WIDTH * TOKENS == 512 ? 2 : 1, EXPANDERS = MULTIPLIERS == 2 ? 2 : 3, GROUPS = MULTIPLIERS + EXPANDERS + 1;
 constexpr int THREADS = 128 * GROUPS, READERS = 3, WORKERS = 4 * (MULTIPLIERS + EXPANDERS);  // the fourth warp of the last group reads rows
-constexpr int STAGES = 6, ROW_STAGES = TOKENS == 128 ? 4 : 6, BUFFERS = TOKENS == 128 ? 3 : 4;
-constexpr int PLANE = TILES * 1024, STAGE_BYTES = 4 * PLANE;  // of a step: [64 inputs][tiles], a tile at place tile ^ (input / 2 & 3)
-constexpr int X_BYTES = TOKENS * 64 + 512;                    // rows of a step, and the factors of its inputs
+constexpr int STAGES = 6, ROW_STAGES = TOKENS * DEPTH == 256 ? 3 : TOKENS * DEPTH == 128 ? 4 : 6, BUFFERS = TOKENS == 128 ? 3 : 4;
+// A place of the ring: planes 0 and 1, then 2 and 3, each [DEPTH][two planes][64 inputs][WIDTH], a tile's unit at place tile ^ `twist`.
+constexpr int LINE = WIDTH * 16, PLANE = 64 * LINE, STAGE_BYTES = TILES * 4096;
+constexpr int X_BYTES = DEPTH * TOKENS * 64 + 512;  // rows of a step, and the factors of its inputs
 constexpr int TILE_BYTES = 4096, BUFFER_BYTES = TILES * TILE_BYTES;  // codes of a tile, of a step: [64 outputs][64 inputs], swizzled by 64 bytes
 constexpr int SENT_ROWS = TOKENS < 64 ? TOKENS : 64, SENT = SENT_ROWS * 64;  // bytes that a warp adds to memory at once: 16 outputs of so many rows
 // Shared memory, as `batch_geometry` in prefill_cuda.py counts it: both rings (in the end, room to permute outputs); codes; sums on their
@@ -59,26 +60,38 @@ struct Step {
     uint4 place;
 };
 
+__device__ __forceinline__ constexpr u32 plane_at(int plane) { return (plane >> 1) * (STAGE_BYTES / 2) + (plane & 1) * PLANE; }
+__device__ __forceinline__ u32 unit_at(u32 unit, u32 input) {
+    const u32 twist = WIDTH == 4 ? input >> 1 & 3 : input >> 2 & 1;  // as the tensor copy swizzles
+    return unit / WIDTH * (2 * PLANE) + input * LINE + ((unit % WIDTH ^ twist) << 4);
+}
+
 // Which steps a CTA takes.
 // (A division of 64 bits would be a call, and a kernel with calls waits for every single product of the tensor core.)
 __device__ __forceinline__ u32 first_of(u32 cta, u32 steps) { return cta * steps / gridDim.x; }
 __device__ __forceinline__ u32 cta_of(u32 step, u32 steps) { return ((step + 1) * gridDim.x - 1) / steps; }
 
+// Where a range of outputs lies: its first tile in its block; number of an input tile among all of the weight's blocks.
+__device__ __forceinline__ u32 first_tile_of(u32 range) { return range * WIDTH % 8; }
+__device__ __forceinline__ u32 block_at(const Args& args, u32 range, u32 kt) { return range * WIDTH / 8 * args.w.k_tiles + kt; }
+
 // The CTA's step s, `first + s` of all.
 __device__ __forceinline__ void make_ready(const Args& args, Step* ready, u32 first, int s) {
-    const u32 range = (first + s) / args.w.k_tiles, kt = (first + s) % args.w.k_tiles, first_tile = range % 2 * TILES;
-    const u64 at = (u64)(range >> 1) * args.w.k_tiles + kt;
-    const uint2 meta = args.w.meta[at];
-    const uint4 ratio = *(const uint4*)(args.ratio + at * 8 + first_tile);
-    const u32 ratios[4] = {ratio.x, ratio.y, ratio.z, ratio.w};
-    const u32 with2 = meta.y & 255, with3 = meta.y >> 8 & 255, count2 = __popc(with2), count3 = __popc(with3);
+    const u32 k_steps = args.w.k_tiles / DEPTH, range = (first + s) / k_steps, kt = (first + s) % k_steps * DEPTH;
+    const u32 first_tile = first_tile_of(range), at = block_at(args, range, kt);
     Step& to = ready[s & 2 * PERIOD - 1];
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-        const u32 tile = first_tile + i, before = (1u << tile) - 1, lacks = (~with2 >> tile & 1) << 16 | (~with3 >> tile & 1) << 17;
-        to.tile[i] = make_uint4(meta.x + __popc(with2 & before), meta.x + 64 * count2 + __popc(with3 & before), count2 | count3 << 8 | lacks, ratios[i]);
+    for (int d = 0; d < DEPTH; ++d) {
+        const uint2 meta = args.w.meta[at + d];
+        const u32 with2 = meta.y & 255, with3 = meta.y >> 8 & 255, count2 = __popc(with2), count3 = __popc(with3);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) {
+            const u32 tile = first_tile + i, before = (1u << tile) - 1, lacks = (~with2 >> tile & 1) << 16 | (~with3 >> tile & 1) << 17;
+            to.tile[d * WIDTH + i] = make_uint4(meta.x + __popc(with2 & before), meta.x + 64 * count2 + __popc(with3 & before),
+                                                count2 | count3 << 8 | lacks, args.ratio[(u64)(at + d) * 8 + tile]);
+        }
     }
-    to.place = make_uint4((u32)at, kt, first_tile, 0);
+    to.place = make_uint4(at, kt, first_tile, 0);
 }
 
 // So many steps behind those that read a step is behind everybody.
@@ -93,15 +106,17 @@ struct Reader {
 
     // Planes 0 and 1, by one thread.
     __device__ __forceinline__ void read_dense(int slot, u32 block_step, u32 first_tile) const {
-        barrier_arrive_expect(full + slot * 8, 2 * PLANE);
-        copy_box(base + slot * STAGE_BYTES, args.planes, first_tile * 16, block_step * 128, full + slot * 8);
+        barrier_arrive_expect(full + slot * 8, STAGE_BYTES / 2);
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+            copy_box(base + slot * STAGE_BYTES + d * 2 * PLANE, args.planes, first_tile * 16, (block_step + d) * 128, full + slot * 8);
     }
 
     // What the first steps have of it, which asks for nothing that must be loaded before.
     __device__ __forceinline__ void read_first() const {
         for (int s = lane; s < min(steps, STAGES); s += 32) {
-            const u32 range = (first + s) / args.w.k_tiles;
-            read_dense(s, (range >> 1) * args.w.k_tiles + (first + s) % args.w.k_tiles, range % 2 * TILES);
+            const u32 k_steps = args.w.k_tiles / DEPTH, range = (first + s) / k_steps;
+            read_dense(s, block_at(args, range, (first + s) % k_steps * DEPTH), first_tile_of(range));
         }
     }
 
@@ -110,7 +125,7 @@ struct Reader {
         if (s >= STAGES && lane == 0) read_dense(slot, step.place.x, step.place.z);
         const uint4 tile = step.tile[lane % TILES];
         const u32 input = lane / TILES;  // and all further ones of the lane
-        const u32 to = base + slot * STAGE_BYTES + input * 64 + ((lane % TILES ^ (input >> 1 & 3)) << 4);
+        const u32 to = base + slot * STAGE_BYTES + unit_at(lane % TILES, input);
         if (__any_sync(FULL, !(tile.z & 1 << 16))) {
             read_plane<2, 0>(tile.z & 1 << 16, to, args.w.codes + (u64)(tile.x + input * (tile.z & 255)) * 16, (tile.z & 255) * 128);
             read_plane<3, 0>(tile.z & 1 << 17, to, args.w.codes + (u64)(tile.y + input * (tile.z >> 8 & 255)) * 16, (tile.z >> 8 & 255) * 128);
@@ -143,7 +158,7 @@ struct Reader {
 private:
     template <int P, int I>
     __device__ __forceinline__ void read_plane(u32 lacks, u32 to, const u8* from, u32 step) const {
-        copy16_unless<P * PLANE + I * 512, 0>(lacks, to, from);
+        copy16_unless<plane_at(P) + I * 8 * LINE, 0>(lacks, to, from);
         if constexpr (I < 7) read_plane<P, I + 1>(lacks, to, from + step, step);
     }
 };
@@ -156,10 +171,13 @@ __device__ __forceinline__ void read_rows(const Args& args, u32 at, u32 full, u3
 #pragma unroll 1
     for (int s = 0; s < steps; ++s) {
         barrier_wait(empty + slot * 8, parity);
-        barrier_arrive_expect(full + slot * 8, TOKENS * 64 + 128);
-        copy_bulk(at + slot * X_BYTES, args.x + (u64)kt * args.rows_padded * 64, TOKENS * 64, full + slot * 8);
-        copy_bulk(at + slot * X_BYTES + TOKENS * 64, args.smoothing + kt * 64, 128, full + slot * 8);
-        if (++kt == args.w.k_tiles) kt = 0;
+        barrier_arrive_expect(full + slot * 8, DEPTH * (TOKENS * 64 + 128));
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+            copy_bulk(at + slot * X_BYTES + d * TOKENS * 64, args.x + (u64)(kt + d) * args.rows_padded * 64, TOKENS * 64, full + slot * 8);
+        copy_bulk(at + slot * X_BYTES + DEPTH * TOKENS * 64, args.smoothing + kt * 64, DEPTH * 128, full + slot * 8);
+        kt += DEPTH;
+        if (kt == args.w.k_tiles) kt = 0;
         if (++slot == ROW_STAGES) slot = 0, parity ^= 1;
     }
 }
@@ -199,14 +217,14 @@ __device__ __forceinline__ void requantise(u32 p0, u32 p1, u32 p2, u32 p3, const
 // need room, `read` when all plane words have been read.
 template <bool WIDE, typename Room, typename Read>
 __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, u32 to, Room&& room, Read&& read) {
-    constexpr int PLANES = WIDE ? 4 : 2, QUADS = TOKENS == 128 ? 2 : 4, HALVES = QUADS / 2;  // four inputs each, at a time: what registers allow
+    constexpr int PLANES = WIDE ? 4 : 2, QUADS = MULTIPLIERS == 2 ? 2 : 4, HALVES = QUADS / 2;  // four inputs each, at a time: what registers allow
 #pragma unroll
     for (int half = 0; half < 2; half += HALVES) {
         u32 words[HALVES][PLANES][4];
 #pragma unroll
         for (int h = 0; h < HALVES; ++h)
 #pragma unroll
-            for (int p = 0; p < PLANES; ++p) load_transposed(words[h][p], from + p * PLANE + (half + h) * (PLANE / 2));
+            for (int p = 0; p < PLANES; ++p) load_transposed(words[h][p], from + plane_at(p) + (half + h) * (PLANE / 2));
         u32 by[QUADS][2], by16[QUADS][2];
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
@@ -243,97 +261,15 @@ __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, 
     }
 }
 
-// A warp's share of a range whose sums are complete: of one tile, every so manieth eight rows. They are taken from `sums` (in memory: left
-// zero there; HERE: in shared memory), multiplied by the Hadamard matrix, permuted, rounded. room: 8 x 66 floats of this warp.
-template <bool HERE>
-__device__ __forceinline__ void finish_range(const Args& args, int* sums, int range, float* room, int warp, int lane) {
-    const int tile = warp % TILES, nt = range * TILES + tile, g = lane >> 2, c = lane & 3, eights = (args.rows + 7) / 8;
-    if (nt >= args.w.n_tiles) return;
-    int next[2][8];  // of rows 2 c + side, outputs 8 g + i
-    const auto load = [&](int eight) {
-        int* from = sums + (tile * (TOKENS / 2) + eight) * 128 + lane;
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-#pragma unroll
-            for (int side = 0; side < 2; ++side) {
-                int* at = from + (i >> 1) * (TOKENS * 16) + ((i & 1) * 2 + side) * 32;
-                next[side][i] = HERE ? *at : __ldcg(at);
-                if (!HERE) *at = 0;
-            }
-    };
-    int eight = warp / TILES;
-    if (eight < eights) load(eight);
-    const u32 transform = args.transform[nt];
-    const float unit = args.unit[nt];
-    const bool rotated = transform != 255;
-    uint2 signs = make_uint2(0, 0);
-    u32 code[2] = {2u * lane, 2u * lane + 1};  // of outputs 2 lane and 2 lane + 1
-    float bias[2] = {0, 0}, factor[2] = {1, 1};
-    if (rotated) {
-        const u8* table = args.table + transform * 64;
-        signs = *(const uint2*)(table + 8 * g);
-        const u32 two = *(const u16*)(table + 2 * lane);
-        code[0] = two & 63, code[1] = two >> 8 & 63;
-        factor[0] = two & 64 ? -0.125f : 0.125f, factor[1] = two & 64 << 8 ? -0.125f : 0.125f;
-    }
-    if (args.bias)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            bias[i] = args.bias_type == 2 ? ((const float*)args.bias)[nt * 64 + 2 * lane + i] : from_half(((const u16*)args.bias)[nt * 64 + 2 * lane + i], args.bias_type);
-#pragma unroll 1
-    for (; eight < eights; eight += WORKERS / TILES) {
-        float v[2][8];
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-            const int row = 8 * eight + 2 * c + side;
-            const float scale = row < args.rows ? args.scale[row] * unit : 0.f;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const u32 sign = (i < 4 ? signs.x : signs.y) << (24 - 8 * (i & 3)) & 0x80000000u;
-                v[side][i] = __uint_as_float(__float_as_uint((float)next[side][i] * scale) ^ sign);
-            }
-        }
-        if (eight + WORKERS / TILES < eights) load(eight + WORKERS / TILES);
-        if (rotated)
-#pragma unroll
-            for (int side = 0; side < 2; ++side) {
-#pragma unroll
-                for (int d = 1; d < 8; d *= 2)
-#pragma unroll
-                    for (int i = 0; i < 8; ++i)
-                        if (!(i & d)) {
-                            const float a = v[side][i], b = v[side][i + d];
-                            v[side][i] = a + b;
-                            v[side][i + d] = a - b;
-                        }
-#pragma unroll
-                for (int d = 4; d < 32; d *= 2)
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) v[side][i] = fmaf(v[side][i], lane & d ? -1.f : 1.f, __shfl_xor_sync(FULL, v[side][i], d));
-            }
-        __syncwarp();
-#pragma unroll
-        for (int side = 0; side < 2; ++side)
-#pragma unroll
-            for (int i = 0; i < 8; i += 2) *(float2*)(room + (2 * c + side) * 66 + 8 * g + i) = make_float2(v[side][i], v[side][i + 1]);
-        __syncwarp();
-#pragma unroll
-        for (int r = 0; r < 8; ++r) {
-            const int row = 8 * eight + r;
-            if (row >= args.rows) break;
-            const u32 low = to_half(fmaf(room[r * 66 + code[0]], factor[0], bias[0]), XTYPE), high = to_half(fmaf(room[r * 66 + code[1]], factor[1], bias[1]), XTYPE);
-            *(u32*)((u16*)args.y + row * args.y_stride + nt * 64 + 2 * lane) = low | high << 16;
-        }
-    }
-}
+#include "prefill_batch_finish.cu"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) u8 shared[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(FULL, threadIdx.x >> 5, 0), group = warp >> 2;
-    const u32 first = first_of(blockIdx.x, args.steps), k_tiles = args.w.k_tiles;
+    const u32 first = first_of(blockIdx.x, args.steps), k_steps = args.w.k_tiles / DEPTH;
     const int steps = first_of(blockIdx.x + 1, args.steps) - first;
-    const u32 first_range = first / k_tiles;
-    const bool whole = args.steps == gridDim.x * k_tiles;  // a CTA has a whole range of outputs, and shares it with nobody
+    const u32 first_range = first / k_steps;
+    const bool whole = args.steps == gridDim.x * k_steps;  // a CTA has a whole range of outputs, and shares it with nobody
 
     const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + STAGES * 8;
     const u32 rows_full = empty + STAGES * 8, rows_empty = rows_full + ROW_STAGES * 8, coded = rows_empty + ROW_STAGES * 8, used = coded + BUFFERS * 8;
@@ -360,14 +296,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
         if ((warp & 3) < READERS)
             reader.run(warp & 3);
         else if (lane == 0)
-            read_rows(args, base + ROWS_AT, rows_full, rows_empty, first % k_tiles, steps);
+            read_rows(args, base + ROWS_AT, rows_full, rows_empty, first % k_steps * DEPTH, steps);
         __syncwarp();
         named_barrier<1, THREADS>();
         return;
     }
     if (group < MULTIPLIERS) {
         more_registers<160>();
-        constexpr int MINE = TILES / MULTIPLIERS;
+        constexpr int MINE = WIDTH / MULTIPLIERS;
         int sum[MINE][TOKENS / 2], slot = 0, buffer = 0, s = 0;
         u32 parity = 0, buffer_parity = 0, range = first_range, arrived = range;
         // Steps up to `end`, of one range.
@@ -381,7 +317,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
 #pragma unroll
                 for (int i = 0; i < MINE; ++i)
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) multiply(sum[i], codes + (i * TILE_BYTES + half * 32 >> 4), x + (half * 32 >> 4));
+                    for (int k = 0; k < 2 * DEPTH; ++k)
+                        multiply(sum[i], codes + ((k / 2 * WIDTH + i) * TILE_BYTES + k % 2 * 32 >> 4), x + (k / 2 * TOKENS * 64 + k % 2 * 32 >> 4));
                 products_end();
                 products_wait<1>();  // those of the step before
                 if (lane == 0 && s) {
@@ -401,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
                 sent_wait<false>();
                 __threadfence();
                 for (u32 of = arrived; of < range; ++of) {
-                    const u32 begin = of * k_tiles, ctas = cta_of(begin + k_tiles - 1, args.steps) - cta_of(begin, args.steps) + 1;
+                    const u32 begin = of * k_steps, ctas = cta_of(begin + k_steps - 1, args.steps) - cta_of(begin, args.steps) + 1;
                     if (atomicAdd(args.arrivals + of, 1) == ctas * 4 * MULTIPLIERS - 1) {
                         args.arrivals[of] = 0;
                         last[1 + atomicAdd(last, 1)] = of;
@@ -413,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
         };
 #pragma unroll 1
         while (s < steps) {
-            const int end = min(steps, (int)((range + 1) * k_tiles - first));
+            const int end = min(steps, (int)((range + 1) * k_steps - first));
 #pragma unroll
             for (int i = 0; i < MINE; ++i)
 #pragma unroll
@@ -434,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             wait_for_inputs();  // the launch before last may still use the sums
             int* to = args.sums + (u64)range * SUMS + (warp & 3) * (TOKENS * 16);
             constexpr int PIECES = TOKENS / SENT_ROWS;  // of a tile's sums
-            static_assert(MINE * PIECES == 4 && 3 * 4 * MULTIPLIERS * SENT <= ROWS_AT);
+            static_assert(MINE * PIECES <= 4 && 3 * 4 * MULTIPLIERS * SENT <= ROWS_AT);
 #pragma unroll
             for (int j = 0; j < MINE * PIECES; ++j) {
                 const int i = j / PIECES, n = j % PIECES * (SENT_ROWS / 8);
@@ -452,9 +389,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
         }
         if (!whole) arrive();
     } else {
-        if constexpr (TOKENS == 128) less_registers<64>();
+        if constexpr (MULTIPLIERS == 2) less_registers<64>();
         const int turn = group - MULTIPLIERS, tile = warp & 3;
-        u32 from = base + lane * 64 + ((tile ^ (lane >> 1 & 3)) << 4);
+        u32 from = base + unit_at(tile, lane);
         const int g = lane >> 2, c = lane & 3;
         u32 to = base + CODES_AT + tile * TILE_BYTES + g * 64 + ((c ^ (g >> 1 & 3)) << 4);
         asm("" : "+r"(from), "+r"(to));
@@ -463,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
 #pragma unroll 1
         for (int s = turn; s < steps; s += EXPANDERS) {
             const u32 at = slot * STAGE_BYTES, into = to + buffer * BUFFER_BYTES;
-            const u32 smoothing = base + ROWS_AT + row_slot * X_BYTES + TOKENS * 64 + c * 32;
+            const u32 smoothing = base + ROWS_AT + row_slot * X_BYTES + DEPTH * TOKENS * 64 + tile / WIDTH * 128 + c * 32;
             barrier_wait(full + slot * 8, parity);
             barrier_wait(rows_full + row_slot * 8, row_parity);
             const uint2 step = *(const uint2*)&ready[s & 2 * PERIOD - 1].tile[tile].z;

@@ -26,6 +26,8 @@ from vllm_tilequant.kernels.prefill_cuda import (
 from vllm_tilequant.kernels.tuning import multiprocessors
 from vllm_tilequant.schema import TILE
 
+#: Tiles of outputs that a step may have; threads of a CTA.
+_WIDTHS, _THREADS = (4, 2), 640
 #: Room for a number and ranges of outputs that a CTA of the kernel for batches finishes.
 _MOST_RANGES = 64
 #: Share of multiprocessors from which on it is better to leave the others idle than to share ranges of outputs.
@@ -69,7 +71,7 @@ def kernels(dtype: torch.dtype) -> list[tuple[str, Callable[..., Module], tuple[
     if dtype not in DTYPES[:2]:
         return []
     wanted: list[tuple[str, Callable[..., Module], tuple[object, ...]]]
-    wanted = [("batch", _batch_module, (dtype, tokens)) for tokens in TOKENS]
+    wanted = [("batch", _batch_module, (dtype, tokens, width)) for tokens in TOKENS for width in _WIDTHS]
     return wanted + [("batch_rows", _batch_rows_module, (dtype, threads)) for threads in _BATCH_ROWS_THREADS]
 
 
@@ -78,14 +80,20 @@ def batch_tokens(rows: int) -> int:
     return next(t for t in TOKENS if rows <= t)
 
 
-def batch_geometry(tokens: int) -> tuple[int, int]:
-    """Threads of a CTA of the kernel for batches, and bytes; mirrors the layout at the top of prefill_batch.cu."""
-    many = tokens == 128
-    stages, row_stages, buffers = 6, 4 if many else 6, 3 if many else 4
-    rings = stages * BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + row_stages * (tokens * 64 + 512)
-    sent = (8 if many else 4) * 64 * min(tokens, 64)
-    kept = buffers * SHORT_TILES * 4096 + sent + 64 * (SHORT_TILES + 1) * 16 + (stages + row_stages + buffers) * 16
-    return 640, -(-rings // 1024) * 1024 + kept + 4 * _MOST_RANGES
+def batch_width(n: int, k: int, most: int) -> int:
+    """Tiles of outputs of a step. Two halve what CTAs exchange and double the rows that each reads; four where nothing is
+    exchanged (`_WHOLE`), where a CTA has ranges of outputs for itself anyway, and for an odd number of input tiles."""
+    return 2 if -(-n // (4 * TILE)) < _WHOLE * most and k // TILE % 2 == 0 else 4
+
+
+def batch_bytes(tokens: int, width: int) -> int:
+    """Of shared memory of a CTA; mirrors the layout at the top of prefill_batch.cu."""
+    rows, multipliers = tokens * SHORT_TILES // width, 2 if width * tokens == 512 else 1
+    row_stages, buffers = {256: 3, 128: 4}.get(rows, 6), 3 if tokens == 128 else 4
+    rings = 6 * BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + row_stages * (rows * 64 + 512)
+    sent = 4 * multipliers * 64 * min(tokens, 64)
+    kept = buffers * SHORT_TILES * 4096 + sent + 64 * (SHORT_TILES + 1) * 16 + (6 + row_stages + buffers) * 16
+    return -(-rings // 1024) * 1024 + kept + 4 * _MOST_RANGES
 
 
 _sums: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -94,12 +102,12 @@ _sums: dict[torch.device, tuple[Tensor, Tensor]] = {}
 def batch_sums(device: torch.device, n: int) -> tuple[Tensor, Tensor]:
     """Where CTAs of the kernel for batches add up N outputs of up to 128 rows, and count each other: zeros between launches, of
     the process, shared by all layers. Made at load, so that a memory profile counts it. Not for two streams at once."""
-    ranges = -(-n // (SHORT_TILES * TILE))
+    ranges = -(-n // (min(_WIDTHS) * TILE))
     held = _sums.get(device)
     if held is None or held[1].numel() < ranges:
         _sums.pop(device, None)
         held = None  # before the larger one is allocated
-        sums = torch.zeros(ranges * SHORT_TILES * TILE * TOKENS[-1], dtype=torch.int32, device=device)
+        sums = torch.zeros(ranges * min(_WIDTHS) * TILE * TOKENS[-1], dtype=torch.int32, device=device)
         held = _sums[device] = sums, torch.zeros(ranges, dtype=torch.int32, device=device)
     return held
 
@@ -125,13 +133,14 @@ def batch(
     q: Tensor, scale: Tensor, w: DecodeWeight, block: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, out: Tensor
 ) -> None:
     """y of rows by `quantize_batch`. block: `ratio`, `unit`, `of_input` of `PrefillWeight`; out: [M, N], aligned to pairs"""
-    weight = weight_args(w)
-    ranges = -(-weight.n_tiles // SHORT_TILES)
-    steps, most = ranges * weight.k_tiles, multiprocessors(w.device).count
+    weight, most = weight_args(w), multiprocessors(w.device).count
+    width = batch_width(w.out_features, w.in_features, most)
+    ranges = -(-weight.n_tiles // width)
+    steps = ranges * weight.k_tiles * width // SHORT_TILES
     # A range of outputs to a CTA, if that keeps enough of them busy: nothing is exchanged then.
     grid = ranges if _WHOLE * most <= ranges <= most else min(most, steps)
     sums, arrivals = batch_sums(w.device, w.out_features)
-    planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, SHORT_TILES))
+    planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, width))
     for first in range(0, out.shape[0], TOKENS[-1]):
         y = out[first : first + TOKENS[-1]]
         tokens = batch_tokens(y.shape[0])
@@ -140,15 +149,15 @@ def batch(
             w.transform.data_ptr(), w.table.data_ptr(), pointer(bias), y.data_ptr(), sums.data_ptr(), arrivals.data_ptr(),
             y.stride(0), y.shape[0], q.shape[0] // weight.k_tiles, steps, 0 if bias is None else DTYPES.index(bias.dtype),
         )  # fmt: skip
-        threads, size = batch_geometry(tokens)
-        _batch_module(w.device, out.dtype, tokens).kernel("batch").launch(
-            args, grid=grid, threads=threads, cluster=1, shared_bytes=size, stream=current_stream(w.device), overlap=True
-        )
+        _batch_module(w.device, out.dtype, tokens, width).kernel("batch").launch(
+            args, grid=grid, threads=_THREADS, cluster=1, shared_bytes=batch_bytes(tokens, width),
+            stream=current_stream(w.device), overlap=True,
+        )  # fmt: skip
 
 
 @functools.cache
-def _batch_module(device: torch.device, dtype: torch.dtype, tokens: int) -> Module:
-    found = module("prefill_batch.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"TOKENS={tokens}"])
+def _batch_module(device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> Module:
+    found = module("prefill_batch.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"TOKENS={tokens}", f"WIDTH={width}"])
     found.kernel("batch").prefer_shared()
     return found
 

@@ -34,7 +34,10 @@ _NO_ROWS = torch.bfloat16
 #: Inputs of a row that the expansion's launch can quantise, and to how many bytes its rows must be aligned.
 MOST_INPUTS, ALIGNMENT = 16384, 16
 _FOLDER = Path(__file__).parent
-_HEADERS = (_FOLDER / "ptx.cu", *(_FOLDER / f"prefill_{part}.cu" for part in ("ptx", "planes", "rows", "batch_ptx")))
+_HEADERS = (
+    _FOLDER / "ptx.cu",
+    *(_FOLDER / f"prefill_{part}.cu" for part in ("ptx", "planes", "rows", "batch_ptx", "batch_finish")),
+)
 
 
 class WeightArgs(ctypes.Structure):
