@@ -39,7 +39,9 @@ constexpr int TILES = 4, DEPTH = TILES / WIDTH, SUMS = WIDTH * 64 * TOKENS;
 // Groups of four warps. The tensor core's sums take 128 registers of a multiplier, and 24 more are out of its reach.
 constexpr int MULTIPLIERS = WIDTH * TOKENS == 512 ? 2 : 1, EXPANDERS = MULTIPLIERS == 2 ? 2 : 3, GROUPS = MULTIPLIERS + EXPANDERS + 1;
 constexpr int THREADS = 128 * GROUPS, READERS = 3, WORKERS = 4 * (MULTIPLIERS + EXPANDERS);  // the fourth warp of the last group reads rows
-constexpr int STAGES = 6, ROW_STAGES = TOKENS * DEPTH == 256 ? 3 : TOKENS * DEPTH == 128 ? 4 : 6, BUFFERS = TOKENS == 128 ? 3 : 4;
+constexpr int STAGES = 6, ROW_STAGES = TOKENS < 128 ? 6 : WIDTH == 2 ? 3 : 4, BUFFERS = TOKENS * DEPTH < 128 ? 4 : 3;
+// The same warps take every use of a place: they cannot mistake the last but one use for the last.
+static_assert(STAGES % EXPANDERS == 0 && ROW_STAGES % EXPANDERS == 0 && BUFFERS >= EXPANDERS);
 // A place of the ring: planes 0 and 1, then 2 and 3, each [DEPTH][two planes][64 inputs][WIDTH], a tile's unit at place tile ^ `twist`.
 constexpr int LINE = WIDTH * 16, PLANE = 64 * LINE, STAGE_BYTES = TILES * 4096;
 constexpr int X_BYTES = DEPTH * TOKENS * 64 + 512;  // rows of a step, and the factors of its inputs

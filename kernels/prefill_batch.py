@@ -32,6 +32,8 @@ _WIDTHS, _THREADS = (4, 2), 640
 _MOST_RANGES = 64
 #: Share of multiprocessors from which on it is better to leave the others idle than to share ranges of outputs.
 _WHOLE = 0.8
+#: Steps of a CTA below which two tiles of outputs are better than four.
+_FEW_STEPS = 16
 #: Threads of CTAs that quantise the rows of a batch, of up to so many inputs and of more.
 _BATCH_ROWS_THREADS, _SMALL_ROW = (128, 256), 6144
 
@@ -81,15 +83,16 @@ def batch_tokens(rows: int) -> int:
 
 
 def batch_width(n: int, k: int, most: int) -> int:
-    """Tiles of outputs of a step. Two halve what CTAs exchange and double the rows that each reads; four where nothing is
-    exchanged (`_WHOLE`), where a CTA has ranges of outputs for itself anyway, and for an odd number of input tiles."""
-    return 2 if -(-n // (4 * TILE)) < _WHOLE * most and k // TILE % 2 == 0 else 4
+    """Tiles of outputs of a step. Two halve what CTAs exchange, but each reads twice the rows, and lines of 32 bytes: good for
+    few steps, where nothing is whole (`_WHOLE`), and for an even number of input tiles. most: CTAs"""
+    ranges, k_tiles = -(-n // (4 * TILE)), k // TILE
+    return 2 if ranges < _WHOLE * most and ranges * k_tiles < _FEW_STEPS * most and k_tiles % 2 == 0 else 4
 
 
 def batch_bytes(tokens: int, width: int) -> int:
     """Of shared memory of a CTA; mirrors the layout at the top of prefill_batch.cu."""
     rows, multipliers = tokens * SHORT_TILES // width, 2 if width * tokens == 512 else 1
-    row_stages, buffers = {256: 3, 128: 4}.get(rows, 6), 3 if tokens == 128 else 4
+    row_stages, buffers = 6 if tokens < 128 else 3 if width == 2 else 4, 4 if rows < 128 else 3
     rings = 6 * BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + row_stages * (rows * 64 + 512)
     sent = 4 * multipliers * 64 * min(tokens, 64)
     kept = buffers * SHORT_TILES * 4096 + sent + 64 * (SHORT_TILES + 1) * 16 + (6 + row_stages + buffers) * 16
