@@ -126,8 +126,8 @@ def check(code: int, what: str) -> None:
 
 @functools.lru_cache(maxsize=1 << 14)
 def tensor_map(data: int, rows: int, row_bytes: int, box_rows: int, box_bytes: int) -> bytes:
-    """What a kernel needs to copy boxes of `box_rows` rows in one instruction, each of 32, 64 or 128 bytes, swizzled by as much:
-    a `CUtensorMap` of the device memory [rows, row_bytes] that begins at address `data`."""
+    """What a kernel needs to copy boxes of `box_rows` rows in one instruction, of 32, 64 or 128 bytes each, swizzled by as
+    many: a `CUtensorMap` of the device memory [rows, row_bytes] that begins at address `data`."""
     room = (ctypes.c_ubyte * 192)()
     at = -(-ctypes.addressof(room) // 64) * 64
     code = driver().cuTensorMapEncodeTiled(
