@@ -97,6 +97,7 @@ def prepare(w: PackedWeight, decode: DecodeWeight, *, smoothing: Tensor | None =
     unit = (w.tile_scale * torch.exp2(w.tile_bits.float() - 8) / 8).T.contiguous()  # [K/64, N/64]
     # float32 said everywhere: vLLM sets the default dtype to the model's while it loads.
     largest = torch.zeros(w.out_features, dtype=torch.float32, device=device)
+    of_block = torch.zeros(w.out_features // TILE, dtype=torch.float32, device=device)
     step = max(TILE, 2**24 // w.out_features // TILE * TILE)  # some 64 MiB of float32 at a time
     for k0 in range(0, k, step):
         part = codes[k0 : k0 + step].transpose(0, 1).float() - 128  # [N/64, inputs, 64]
@@ -104,10 +105,11 @@ def prepare(w: PackedWeight, decode: DecodeWeight, *, smoothing: Tensor | None =
         units = unit[k0 // TILE : (k0 + step) // TILE].repeat_interleave(TILE, 0)  # [inputs, N/64]
         units = units if smoothing is None else units * smoothing[k0 : k0 + step, None]
         largest = torch.maximum(largest, (sums.abs() * units.T[..., None]).amax(1).view(-1))
+        of_block = torch.maximum(of_block, (part.abs().amax(2) * (8 * units.T)).amax(1))
     scale = largest.clamp_min(SMALLEST) / torch.full((), 127.0, dtype=torch.float32, device=device)
     ones = torch.ones((), dtype=torch.float32, device=device)
     extra = () if smoothing is None else (smoothing, ones / smoothing)
-    block = _block(w, decode, smoothing)
+    block = _block(of_block, w, decode, smoothing)
     return PrefillWeight(scale[:, None], coarse(ones / scale)[:, None], rotation, index, *block, *extra)
 
 
@@ -116,8 +118,8 @@ _ORDER = [32 * h + 8 * i + 2 * c + e for c in range(4) for h in range(2) for i i
 _PAIRS = [_ORDER[four + i] for four in range(0, TILE, 4) for i in (0, 2, 1, 3)]
 
 
-def _block(w: PackedWeight, decode: DecodeWeight, smoothing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    of_tile, of_input, unit = block_ratios(w.tile_scale, w.tile_bits, smoothing)
+def _block(largest: Tensor, w: PackedWeight, decode: DecodeWeight, smoothing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    of_tile, of_input, unit = block_ratios(largest, w.tile_scale, w.tile_bits, smoothing)
     blocks, k_tiles, width = decode.factor.shape
     padded = torch.nn.functional.pad(of_tile.T, (0, blocks * width - of_tile.shape[0]))
     ratio = padded.view(k_tiles, blocks, width).transpose(0, 1)[..., None].expand(-1, -1, -1, 2).contiguous().view(torch.int32)

@@ -66,26 +66,33 @@ def requantize_block_ref(w: PackedWeight, smoothing: Tensor | None = None) -> tu
     Returns q [N, K] int8, scale [N/64] float32. `block_ratios` says what codes are multiplied by, in half precision; the
     products are exact and rounded half to even.
     """
-    of_tile, of_input, scale = block_ratios(w.tile_scale, w.tile_bits, smoothing)
-    by = of_tile.repeat_interleave(TILE, 1) * of_input  # [N/64, K], rounded to half precision
     codes = aligned_codes(w).T.double() - 128
+    unit = expand_tiles(w.tile_scale * torch.exp2(w.tile_bits.float() - 8))[::TILE]  # [N/64, K]
+    unit = unit if smoothing is None else unit * smoothing
+    largest = (codes.abs().float().view(-1, TILE, w.in_features).amax(1) * unit).amax(1)
+    of_tile, of_input, scale = block_ratios(largest, w.tile_scale, w.tile_bits, smoothing)
+    by = of_tile.repeat_interleave(TILE, 1) * of_input  # [N/64, K], rounded to half precision
     return (codes * by.double().repeat_interleave(TILE, 0)).round().to(torch.int8), scale
 
 
-def block_ratios(tile_scale: Tensor, tile_bits: Tensor, smoothing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What makes one scale of all tiles of 64 outputs, in two factors up to 1: [N/64, K/64] and [K] float16; and the scale,
-    [N/64] float32.
+def block_ratios(
+    largest: Tensor, tile_scale: Tensor, tile_bits: Tensor, smoothing: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What makes one scale of all tiles of 64 outputs, in two factors: [N/64, K/64] and [K] float16; and the scale, [N/64].
 
-    A tile's factor is its step of 8-bit codes times the largest smoothing of its inputs, over the largest of its 64 outputs
-    (which is the scale); an input's is its smoothing over that largest one.
+    largest: [N/64] float32, the largest magnitude of 64 outputs times the smoothing, which becomes 127. A tile's factor is its
+    step of 8-bit codes times the largest smoothing of its inputs, over the scale, and at most 4000 (16 times as much must be
+    finite in half precision); an input's is its smoothing over that largest one.
     """
-    k = tile_bits.shape[1] * TILE
-    smooth = torch.ones(k, dtype=torch.float32, device=tile_bits.device) if smoothing is None else smoothing
+    whole, most_ratio = (torch.full((), v, dtype=torch.float32, device=largest.device) for v in (127.0, 4000.0))
+    smooth = (
+        torch.ones(tile_bits.shape[1] * TILE, dtype=torch.float32, device=largest.device) if smoothing is None else smoothing
+    )
     smooth = smooth.view(-1, TILE)
     most = smooth.amax(1)
     step = tile_scale * torch.exp2(tile_bits.float() - 8) * most
-    scale = step.amax(1).clamp_min(SMALLEST)
-    return (step / scale[:, None]).half(), (smooth / most[:, None]).half().view(k), scale
+    scale = torch.maximum(largest / whole, step.amax(1) / most_ratio).clamp_min(SMALLEST)
+    return (step / scale[:, None]).half(), (smooth / most[:, None]).half().view(-1), scale
 
 
 def coarse(f: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from cases import MAPS, SHAPES, TRANSFORMS, default_dtype, make_case, make_rows
 from tolerances import OUTPUT_RMS, poison_allocator, relative_rms
-from vllm_tilequant.kernels import decode_weight, prefill_batch, prefill_cuda, prefill_int8, reference
+from vllm_tilequant.kernels import decode_weight, layout, prefill_batch, prefill_cuda, prefill_int8, reference
 from vllm_tilequant.kernels.layout import align_codes, rotate_inputs, rotation_table, to_device
 from vllm_tilequant.kernels.tuning import PrefillConfig, default_prefill_config, dump, tuned_prefill
 from vllm_tilequant.schema import PREFILL_ACTIVATIONS as ACTIVATIONS
@@ -315,20 +315,34 @@ def test_one_scale_of_64_outputs_loses_half_a_step(kind):
             exact *= step.double().repeat_interleave(64, 0).repeat_interleave(64, 1)
             exact = exact if smoothing is None else exact * smoothing
             unit = scale.double().repeat_interleave(64)[:, None]
-            # Two roundings to half precision move a code by less than 128 / 1024 beside its own.
-            assert bool(((codes.double() * unit - exact).abs() <= 0.63 * unit).all())
+            # Three roundings to half precision move a code by less than 3 * 128 / 2048 beside its own.
+            assert bool(((codes.double() * unit - exact).abs() <= 0.69 * unit).all())
+            assert bool((codes.reshape(-1, 64 * shape[1]).abs().amax(1) == 127).all())
+
+
+def test_weights_of_zeros_stay_zeros_in_batches():
+    """Their codes are 128 throughout, and no factor may be infinite."""
+    case = make_case(128, 128, "mixed48")
+    zeros = torch.where(case.weight.tile_bits == 4, 8, 128).repeat_interleave(64, 0).repeat_interleave(64, 1)
+    packed = layout.pack(
+        zeros.to(case.codes.dtype), case.weight.tile_bits, case.weight.tile_scale, case.weight.output_transform
+    )
+    codes, scale = reference.requantize_block_ref(packed, draw_smoothing(128))
+    assert not codes.any() and bool((scale.isfinite() & (scale > 0)).all())
 
 
 def test_factors_of_batches_lie_as_their_kernel_reads_them():
     case = make_case(1088, 192, "mixed2468")  # a block of outputs that is not full
     packed, w, p = served(case, "cpu", True)
-    of_tile, of_input, unit = reference.block_ratios(packed.tile_scale, packed.tile_bits, p.smoothing)
-    assert torch.equal(p.unit, unit)
+    _, scale = reference.requantize_block_ref(packed, p.smoothing)
+    largest = scale * 127  # of which a scale is made again, up to a unit in the last place
+    of_tile, of_input, unit = reference.block_ratios(largest, packed.tile_scale, packed.tile_bits, p.smoothing)
+    assert torch.equal(p.unit, scale) and torch.allclose(unit, scale, rtol=1e-6)
     low, high = p.ratio & 0xFFFF, p.ratio >> 16 & 0xFFFF
     assert torch.equal(low, high) and p.ratio.shape == w.factor.shape
     halves = low.to(torch.int16).view(torch.float16)  # [blocks, K/64, 8]
     for nt in range(17):
-        assert torch.equal(halves[nt // 8, :, nt % 8], of_tile[nt])
+        assert torch.allclose(halves[nt // 8, :, nt % 8].float(), of_tile[nt].float(), rtol=2e-3)
     assert not halves[2, :, 1:].any()
     for kt in range(3):
         for place in range(64):
