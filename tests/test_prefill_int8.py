@@ -3,71 +3,25 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
+from prefill_checks import CONFIG, check, draw_smoothing, served
 
-from cases import MAPS, SHAPES, TRANSFORMS, default_dtype, make_case, make_rows
+from cases import MAPS, SHAPES, default_dtype, make_case, make_rows
 from tolerances import OUTPUT_RMS, poison_allocator, relative_rms
-from vllm_tilequant.kernels import decode_weight, layout, prefill_batch, prefill_cuda, prefill_int8, reference
-from vllm_tilequant.kernels.layout import align_codes, rotate_inputs, rotation_table, to_device
+from vllm_tilequant.kernels import prefill_cuda, prefill_int8, reference
+from vllm_tilequant.kernels.layout import align_codes, rotate_inputs, rotation_table
 from vllm_tilequant.kernels.tuning import PrefillConfig, default_prefill_config, dump, tuned_prefill
 from vllm_tilequant.schema import PREFILL_ACTIVATIONS as ACTIVATIONS
 from vllm_tilequant.schema import Transform
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-#: Short up to 40 rows, long beyond.
-CONFIG = PrefillConfig(splits=1, short_rows=40)
 interpreted = pytest.mark.skipif(
     find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1", reason="Triton with TRITON_INTERPRET=1"
 )
-
-
-def draw_smoothing(k):
-    return torch.exp(torch.randn(k, dtype=torch.float32, generator=torch.Generator().manual_seed(5)) * 0.7)
-
-
-def served(case, device, smooth):
-    packed = to_device(case.weight, device)
-    smoothing = draw_smoothing(packed.in_features).to(device) if smooth else None
-    w = decode_weight.prepare(packed, TRANSFORMS)
-    return packed, w, prefill_int8.prepare(packed, w, smoothing=smoothing)
-
-
-def check(case, m, dtype, device, *, path, activation="token_smooth", smooth=False, bias=True, config=CONFIG, gemm=None):
-    n, k = case.codes.shape
-    packed, w, p = served(case, device, smooth)
-    x = make_rows(m, k, dtype).to(device)
-    b = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(device, dtype) if bias else None
-    kwargs = {"activation": activation, "path": path, "config": config}
-    poison_allocator(device)
-    out = torch.full((m, n), float("nan"), dtype=dtype, device=device) if gemm is None else None
-    y = prefill_int8.prefill_linear(x, w, p, b, out=out, gemm=gemm, **kwargs)
-    how = prefill_int8.way(x, config, activation, path)
-    matrices = case.matrices.to(device)
-    if how == "short":
-        wanted = reference.linear_ref(x, packed, matrices, b, int8=True)
-    elif how == "batch":
-        wanted = reference.prefill_block_ref(x, packed, matrices, b, smoothing=p.smoothing)
-    else:
-        codes, scale = reference.requantize_ref(packed, matrices, p.smoothing)
-        assert torch.equal(p.scale[:, 0], scale)
-        assert torch.equal(prefill_int8.workspace(x.device, n, k), codes), "requantised codes"
-        wanted = reference.prefill_int8_ref(x, packed, matrices, b, smoothing=p.smoothing)
-    if not wanted.any():
-        assert torch.equal(y.double(), wanted)
-    else:
-        assert relative_rms(y, wanted) <= OUTPUT_RMS[str(dtype).removeprefix("torch.")]
-    if gemm is None and not (
-        how == "short" and device == "cpu"
-    ):  # numpy, which the interpreter un-rotates with, promises no order
-        for row in {0, m // 2, m - 1}:  # alone, on the same side of the boundary
-            alone = replace(config, short_rows=0, batch_rows=0) if how == "long" else config
-            got = prefill_int8.prefill_linear(x[row : row + 1], w, p, b, **(kwargs | {"config": alone}))
-            assert torch.equal(got[0], y[row]), f"row {row} differs alone"
 
 
 @interpreted
@@ -304,53 +258,6 @@ def test_scales_of_the_requantised_weight_equal_the_reference(kind):
             assert bool(((weight - exact).abs() <= scale.double()[:, None] * 0.5001).all())
 
 
-@pytest.mark.parametrize("kind", MAPS)
-def test_one_scale_of_64_outputs_loses_half_a_step(kind):
-    for shape in SHAPES:
-        case = make_case(*shape, kind)
-        for smoothing in (None, draw_smoothing(shape[1])):
-            codes, scale = reference.requantize_block_ref(case.weight, smoothing)
-            step = case.weight.tile_scale * torch.exp2(case.weight.tile_bits.float() - 8)
-            exact = align_codes(case.codes, case.weight.tile_bits).double() - 128
-            exact *= step.double().repeat_interleave(64, 0).repeat_interleave(64, 1)
-            exact = exact if smoothing is None else exact * smoothing
-            unit = scale.double().repeat_interleave(64)[:, None]
-            # Three roundings to half precision move a code by less than 3 * 128 / 2048 beside its own.
-            assert bool(((codes.double() * unit - exact).abs() <= 0.69 * unit).all())
-            assert bool((codes.reshape(-1, 64 * shape[1]).abs().amax(1) == 127).all())
-
-
-def test_weights_of_zeros_stay_zeros_in_batches():
-    """Their codes are 128 throughout, and no factor may be infinite."""
-    case = make_case(128, 128, "mixed48")
-    zeros = torch.where(case.weight.tile_bits == 4, 8, 128).repeat_interleave(64, 0).repeat_interleave(64, 1)
-    packed = layout.pack(
-        zeros.to(case.codes.dtype), case.weight.tile_bits, case.weight.tile_scale, case.weight.output_transform
-    )
-    codes, scale = reference.requantize_block_ref(packed, draw_smoothing(128))
-    assert not codes.any() and bool((scale.isfinite() & (scale > 0)).all())
-
-
-def test_factors_of_batches_lie_as_their_kernel_reads_them():
-    case = make_case(1088, 192, "mixed2468")  # a block of outputs that is not full
-    packed, w, p = served(case, "cpu", True)
-    _, scale = reference.requantize_block_ref(packed, p.smoothing)
-    largest = scale * 127  # of which a scale is made again, up to a unit in the last place
-    of_tile, of_input, unit = reference.block_ratios(largest, packed.tile_scale, packed.tile_bits, p.smoothing)
-    assert torch.equal(p.unit, scale) and torch.allclose(unit, scale, rtol=1e-6)
-    low, high = p.ratio & 0xFFFF, p.ratio >> 16 & 0xFFFF
-    assert torch.equal(low, high) and p.ratio.shape == w.factor.shape
-    halves = low.to(torch.int16).view(torch.float16)  # [blocks, K/64, 8]
-    for nt in range(17):
-        assert torch.allclose(halves[nt // 8, :, nt % 8].float(), of_tile[nt].float(), rtol=2e-3)
-    assert not halves[2, :, 1:].any()
-    for kt in range(3):
-        for place in range(64):
-            lane, half, eight, odd = place // 16, place // 8 % 2, place // 2 % 4, place % 2
-            four, at = place // 4 * 4, (0, 2, 1, 3)[place % 4]
-            assert p.of_input[kt, four + at] == of_input[64 * kt + 32 * half + 8 * eight + 2 * lane + odd]
-
-
 def test_a_prefill_weight_survives_as_a_list_of_tensors():
     for smooth in (False, True):
         _, _, p = served(make_case(64, 128), "cpu", smooth)
@@ -442,34 +349,6 @@ def test_the_short_kernel_walks_over_many_input_tiles():
         for m in (10, 40, 100):
             for splits in (1, 2):
                 check(make_case(320, k, kind), m, torch.bfloat16, "cuda", path="cuda", config=PrefillConfig(splits, 128))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ctas", [1, 2, 5, 131, 10**4])
-def test_every_cut_of_the_kernel_for_batches(ctas, monkeypatch):
-    """CTAs with many ranges of outputs, and ranges of many CTAs; what they add up in is left as it was found."""
-    monkeypatch.setattr(prefill_batch, "multiprocessors", lambda device: SimpleNamespace(count=ctas))
-    for shape, kind in (((1088, 1536), "mixed2468"), ((192, 320), "mixed48"), ((320, 8320), "all8"), ((3200, 64), "all4")):
-        for m in (1, 10, 20, 40, 100, 200):
-            for dtype in (torch.bfloat16, torch.float16):
-                config = PrefillConfig(1, 0, 256)
-                check(make_case(*shape, kind), m, dtype, "cuda", path="cuda", config=config, smooth=True, bias=m != 20)
-    for held in prefill_batch._sums.values():
-        assert not any(t.any() for t in held)
-
-
-@pytest.mark.gpu
-def test_rows_of_a_batch_may_lie_anywhere():
-    case = make_case(192, 320)
-    _, w, p = served(case, "cuda", True)
-    config = PrefillConfig(1, 0, 128)
-    x = make_rows(20, 320, torch.bfloat16).cuda()
-    wanted = prefill_int8.prefill_linear(x, w, p, path="cuda", config=config)
-    wide = torch.zeros(20, 321, dtype=x.dtype, device="cuda")
-    wide[:, 1:] = x
-    out = torch.full((20, 193), float("nan"), dtype=x.dtype, device="cuda")
-    for to in (None, out[:, :192], out[:, 1:]):
-        assert torch.equal(prefill_int8.prefill_linear(wide[:, 1:], w, p, path="cuda", config=config, out=to), wanted)
 
 
 @pytest.mark.gpu
