@@ -33,7 +33,7 @@ test: lint typecheck env-serve ## lint, types, then the tests of both environmen
 	$(CALIBRATE)/python -m pytest --side=calibrate tests $(PYTEST_ARGS)
 	$(SERVE)/python -m pytest --side=serve tests $(PYTEST_ARGS)
 	@# Triton comes with vLLM; its interpreter runs the kernels' own source at tiny shapes.
-	TRITON_INTERPRET=1 $(SERVE)/python -m pytest tests/test_activation_int8.py tests/test_decode_bitplane.py tests/test_prefill_int8.py tests/test_rotation.py $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(SERVE)/python -m pytest tests/test_activation_int8.py tests/test_decode_bitplane.py tests/test_prefill_calls.py tests/test_prefill_int8.py tests/test_rotation.py $(PYTEST_ARGS)
 
 lint: env-calibrate ## ruff and marks of unfinished merges, no changes
 	$(CALIBRATE)/ruff check .

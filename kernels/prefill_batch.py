@@ -122,8 +122,7 @@ def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tenso
     m, k = x.shape
     padded = -(-m // TOKENS[-1]) * TOKENS[-1]
     q, scale = empty_rows(k // TILE * padded, TILE, torch.int8, x.device), empty_rows(m, 1, torch.float32, x.device)
-    threads = _BATCH_ROWS_THREADS[k > _SMALL_ROW]
-    ctas = -(-k // (threads * threads // 8))
+    threads, ctas = _rows_cut(k)
     args = BatchRows(x.data_ptr(), pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0), k, padded, ctas)
     _batch_rows_module(x.device, x.dtype, threads).kernel("batch_rows").launch(
         args, grid=m * ctas, threads=threads, cluster=ctas, shared_bytes=0, stream=current_stream(x.device),
@@ -136,12 +135,7 @@ def batch(
     q: Tensor, scale: Tensor, w: DecodeWeight, block: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, out: Tensor
 ) -> None:
     """y of rows by `quantize_batch`. block: `ratio`, `unit`, `of_input` of `PrefillWeight`; out: [M, N], aligned to pairs"""
-    weight, most = weight_args(w), multiprocessors(w.device).count
-    width = batch_width(w.out_features, w.in_features, most)
-    ranges = -(-weight.n_tiles // width)
-    steps = ranges * weight.k_tiles * width // SHORT_TILES
-    # A range of outputs to a CTA, if that keeps enough of them busy: nothing is exchanged then.
-    grid = ranges if _WHOLE * most <= ranges <= most else min(most, steps)
+    weight, (width, steps, grid) = weight_args(w), _cut(w)
     sums, arrivals = batch_sums(w.device, w.out_features)
     planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, width))
     for first in range(0, out.shape[0], TOKENS[-1]):
@@ -156,6 +150,62 @@ def batch(
             args, grid=grid, threads=_THREADS, cluster=1, shared_bytes=batch_bytes(tokens, width),
             stream=current_stream(w.device), overlap=True,
         )  # fmt: skip
+
+
+class Batch:
+    """`quantize_batch` and `batch` of up to 128 rows for one weight where it lies: all but rows, outputs and what launches
+    share is looked up once. Holds no tensor."""
+
+    def __init__(
+        self, dtype: torch.dtype, unsmoothing: Tensor | None, w: DecodeWeight, block: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        self.device, self.dtype, self.n, self.k = w.device, dtype, w.out_features, w.in_features
+        self.width, steps, self.grid = _cut(w)
+        self.threads, self.ctas = _rows_cut(self.k)
+        planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, self.width))
+        self.args = BatchArgs(
+            planes, weight_args(w), *(t.data_ptr() for t in block), transform=w.transform.data_ptr(), table=w.table.data_ptr(),
+            y_stride=self.n, rows_padded=TOKENS[-1], steps=steps,
+        )  # fmt: skip
+        self.rows = BatchRows(unsmoothing=pointer(unsmoothing), stride=self.k, k=self.k, rows_padded=TOKENS[-1], ctas=self.ctas)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [M, K] contiguous, on a border of `ALIGNMENT`"""
+        m, stream = x.shape[0], current_stream(self.device)
+        q = empty_rows(self.k // TILE * TOKENS[-1], TILE, torch.int8, self.device)
+        scale, y = empty_rows(m, 1, torch.float32, self.device), empty_rows(m, self.n, self.dtype, self.device)
+        sums, arrivals = batch_sums(self.device, self.n)
+        rows, args = BatchRows.from_buffer_copy(self.rows), BatchArgs.from_buffer_copy(self.args)  # of this thread
+        rows.x, rows.q, rows.scale = x.data_ptr(), q.data_ptr(), scale.data_ptr()
+        args.x, args.scale, args.y, args.rows = q.data_ptr(), scale.data_ptr(), y.data_ptr(), m
+        args.sums, args.arrivals = sums.data_ptr(), arrivals.data_ptr()
+        if bias is not None:
+            args.bias, args.bias_type = bias.data_ptr(), DTYPES.index(bias.dtype)
+        _batch_rows_module(self.device, self.dtype, self.threads).kernel("batch_rows").launch(
+            rows, grid=m * self.ctas, threads=self.threads, cluster=self.ctas, shared_bytes=0, stream=stream, overlap=True
+        )
+        tokens = batch_tokens(m)
+        _batch_module(self.device, self.dtype, tokens, self.width).kernel("batch").launch(
+            args, grid=self.grid, threads=_THREADS, cluster=1, shared_bytes=batch_bytes(tokens, self.width), stream=stream,
+            overlap=True,
+        )  # fmt: skip
+        return y
+
+
+def _cut(w: DecodeWeight) -> tuple[int, int, int]:
+    """Tiles of outputs of a step, steps, CTAs."""
+    most = multiprocessors(w.device).count
+    width = batch_width(w.out_features, w.in_features, most)
+    ranges = -(-w.out_features // TILE // width)
+    steps = ranges * (w.in_features // TILE) * width // SHORT_TILES
+    # A range of outputs to a CTA, if that keeps enough of them busy: nothing is exchanged then.
+    return width, steps, ranges if _WHOLE * most <= ranges <= most else min(most, steps)
+
+
+def _rows_cut(k: int) -> tuple[int, int]:
+    """Threads of a CTA that quantises rows of K inputs, and how many share a row."""
+    threads = _BATCH_ROWS_THREADS[k > _SMALL_ROW]
+    return threads, -(-k // (threads * threads // 8))
 
 
 @functools.cache

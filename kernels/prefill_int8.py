@@ -320,29 +320,32 @@ def prefill_linear(
     return y
 
 
-class LongCall:
+class Call:
     """`prefill_linear` over one weight, where it lies, for rows that take neither the short kernel nor kept codes: nothing is
-    checked again and nothing looked up. Holds no tensor, so that it may outlive the weight; whoever keeps it knows it by the
+    checked again and little looked up. Holds no tensor, so that it may outlive the weight; whoever keeps it knows it by the
     addresses of all tensors in `w` and `p`.
 
     A prompt of some hundred tokens makes the GPU wait for the host, which is through with this in half of the time.
     """
 
-    def __init__(self, w: DecodeWeight, p: PrefillWeight, dtype: torch.dtype, activation: str, gemm: Gemm) -> None:
+    def __init__(self, w: DecodeWeight, p: PrefillWeight, dtype: torch.dtype, activation: str, gemm: Gemm | None) -> None:
         """Raises `NotImplementedError` where another way has to serve."""
         if device_path(w.device) != "cuda" or dtype not in DTYPES[:2] or w.in_features > prefill_cuda.MOST_INPUTS:
             raise NotImplementedError
         self.config, self.activation = prefill_config(w.out_features, w.in_features, w.device), activation
         self.shape, self.device, self.gemm = (w.out_features, w.in_features), w.device, gemm
         self.expand = prefill_cuda.Expansion(dtype, p.unsmoothing, w, p.rotation, p.index, p.inverse, p.smoothing)
+        self.batch = prefill_batch.Batch(dtype, p.unsmoothing, w, (p.ratio, p.unit, p.of_input))
 
-    def serves(self, x: Tensor, bias: Tensor | None) -> bool:
-        """Whether `prefill_linear` would do the same. x: [M, K] contiguous, of the dtype and on the device of this call"""
-        fits = (bias is None or bias.dtype == x.dtype) and x.data_ptr() % prefill_cuda.ALIGNMENT == 0
-        return fits and way(x, self.config, self.activation, "cuda") == "long"
-
-    def __call__(self, x: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """For what it `serves`; scale: of `p`."""
+    def __call__(self, x: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor | None:
+        """None where `prefill_linear` has to. x: [M, K] contiguous, of this call's dtype and device; scale: of `p`"""
+        if x.data_ptr() % prefill_cuda.ALIGNMENT or not (bias is None or bias.dtype == x.dtype):
+            return None
+        how = way(x, self.config, self.activation, "cuda")
+        if how == "batch" and x.shape[0] <= prefill_cuda.TOKENS[-1]:
+            return self.batch(x, bias)
+        if how != "long" or self.gemm is None:
+            return None
         codes = workspace(self.device, *self.shape)
         q, unit = self.expand(x, codes)
         return self.gemm(q, codes, unit, scale, bias, x.dtype)

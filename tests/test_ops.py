@@ -122,16 +122,16 @@ def test_prompts_equal_their_reference():
 
 
 def test_what_is_made_once_is_known_by_every_tensor(monkeypatch):
-    monkeypatch.setattr(ops, "_long_calls", {})
+    monkeypatch.setattr(ops, "_calls", {})
     monkeypatch.setattr(ops, "int8_gemm", lambda device: print)
-    monkeypatch.setattr(ops, "LongCall", lambda *args: [args])
+    monkeypatch.setattr(ops, "Call", lambda *args: [args])
     case = make_case(128, 320)
     graded = decode_weight.prepare(case.weight, TRANSFORMS)
     static = prefill_int8.prepare(case.weight, graded).tensors()
     graded = [t for t in vars(graded).values() if isinstance(t, torch.Tensor)]
 
     def made(static=static, graded=graded, dtype=torch.bfloat16, activation="token_smooth", n=128):
-        return ops._long_call(make_rows(20, 320, dtype), static, graded, n, activation)
+        return ops._call(make_rows(20, 320, dtype), static, graded, n, activation)
 
     first = made()
     assert made(list(static), list(graded)) is first
@@ -139,9 +139,9 @@ def test_what_is_made_once_is_known_by_every_tensor(monkeypatch):
     others += [made(graded=[*graded[:i], t.clone(), *graded[i + 1 :]]) for i, t in enumerate(graded)]
     others += [made(dtype=torch.float16), made(activation="group64"), made(n=64)]
     assert len({id(call) for call in (first, *others)}) == 1 + len(others) == 1 + len(static) + len(graded) + 3
-    monkeypatch.setattr(ops, "_MOST_CALLS", len(ops._long_calls))
+    monkeypatch.setattr(ops, "_MOST_CALLS", len(ops._calls))
     made(n=192)
-    assert len(ops._long_calls) == 1 and made() is not first
+    assert len(ops._calls) == 1 and made() is not first
 
 
 @pytest.mark.gpu
@@ -158,19 +158,20 @@ def test_what_is_made_once_computes_the_same(dtype, smooth):
     smoothing = torch.exp(torch.randn(k, device="cuda", dtype=torch.float32) * 0.7) if smooth else None
     static = prefill_int8.prepare(packed, graded, smoothing=smoothing)
     bias = torch.randn(n, device="cuda").to(dtype)
-    made = prefill_int8.LongCall(graded, static, dtype, "token_smooth", gemm)
-    for m, b in ((600, None), (257, bias), (600, bias), (1200, None)):
+    made = prefill_int8.Call(graded, static, dtype, "token_smooth", gemm)
+    for m, b in ((600, None), (128, bias), (257, bias), (66, None), (600, bias), (100, None), (1200, None)):
         x = make_rows(m, k, dtype, seed=m).cuda()
-        assert made.serves(x, b)
         poison_allocator("cuda")
         prefill_int8.workspace(x.device, n, k).fill_(99)
         y = made(x, static.scale, b)
         assert torch.equal(y, prefill_int8.prefill_linear(x, graded, static, b, gemm=gemm))
         prefill_int8.reserve(x.device, n + m, k)  # another workspace
-    assert not made.serves(x, bias.float())
-    assert not made.serves(x[:9], None) and not made.serves(x.view(-1)[1 : 1 + 600 * k].view(600, k), None)
+    assert made(x, static.scale, bias.float()) is None
+    assert made(x[:9], static.scale, None) is None
+    assert made(x.view(-1)[1 : 1 + 600 * k].view(600, k), static.scale, None) is None
+    assert prefill_int8.Call(graded, static, dtype, "token_smooth", None)(x, static.scale, None) is None
     with pytest.raises(NotImplementedError):
-        prefill_int8.LongCall(graded, static, torch.float32, "token_smooth", gemm)
+        prefill_int8.Call(graded, static, torch.float32, "token_smooth", gemm)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from vllm_tilequant.kernels.decode_weight import DecodeWeight
 from vllm_tilequant.kernels.dispatch import LinearWeight
 from vllm_tilequant.kernels.dispatch import tile_linear as dispatch
 from vllm_tilequant.kernels.portable import PortableWeight
-from vllm_tilequant.kernels.prefill_int8 import Gemm, LongCall, PrefillWeight
+from vllm_tilequant.kernels.prefill_int8 import Call, Gemm, PrefillWeight
 
 _NAMESPACE = "tilequant"
 
@@ -49,24 +49,24 @@ def int8_gemm(device: torch.device) -> Gemm | None:
     return gemm
 
 
-_long_calls: dict[tuple[Any, ...], LongCall | None] = {}
+_calls: dict[tuple[Any, ...], Call | None] = {}
 _MOST_CALLS = 1 << 14
 
 
-def _long_call(
+def _call(
     x: torch.Tensor, static: list[torch.Tensor], graded: list[torch.Tensor], out_features: int, activation: str
-) -> LongCall | None:
+) -> Call | None:
     """What was made for these tensors; None where there is none for them."""
     key = (x.device, x.dtype, x.shape[1], out_features, activation, *map(_address, static), *map(_address, graded))
-    if key not in _long_calls:
-        if len(_long_calls) == _MOST_CALLS:
-            _long_calls.clear()  # weights that are gone
-        form, gemm = _decode_weight(graded, out_features, x.shape[1]), int8_gemm(x.device)
-        _long_calls[key] = None
-        if gemm is not None and form.device == x.device:
+    if key not in _calls:
+        if len(_calls) == _MOST_CALLS:
+            _calls.clear()  # weights that are gone
+        form = _decode_weight(graded, out_features, x.shape[1])
+        _calls[key] = None
+        if form.device == x.device:
             with suppress(NotImplementedError):
-                _long_calls[key] = LongCall(form, PrefillWeight(*static), x.dtype, activation, gemm)
-    return _long_calls[key]
+                _calls[key] = Call(form, PrefillWeight(*static), x.dtype, activation, int8_gemm(x.device))
+    return _calls[key]
 
 
 _address = torch.Tensor.data_ptr
@@ -99,9 +99,9 @@ def _tile_linear(
     x = x.contiguous()  # the products want rows without gaps; a caller may hand over a slice
     if kernel:
         if x.ndim == 2 and x.shape[0] > graded_rows and copy is None and input_rotation is None:
-            call = _long_call(x, static, graded, out_features, prefill_activation)
-            if call is not None and call.serves(x, bias):
-                return call(x, static[0], bias)
+            call = _call(x, static, graded, out_features, prefill_activation)
+            if call is not None and (y := call(x, static[0], bias)) is not None:
+                return y
         w = LinearWeight(PrefillWeight(*static), _decode_weight(graded, out_features, x.shape[-1]), input_rotation, copy)
     else:
         w = LinearWeight(static[0], PortableWeight(*graded), input_rotation)
