@@ -22,7 +22,7 @@ IN_LAYERS = 20
 PARTS = (
     (r"flash|reshape_and_cache", "attention, key/value cache"),
     (r"^triton_", "norms, rotation of positions, SiLU"),
-    (r"^decode_|^prepare_\d|short_rows|^expand|_quantize_|machete|cutlass_3x_gemm|nvjet|cublasLt", "linears"),
+    (r"^decode_|^prepare_\d|short_rows|^batch|^expand|_quantize_|machete|cutlass_3x_gemm|nvjet|cublasLt", "linears"),
     (r"Memset", "memory set to zero"),
 )
 METHODS = ("tilequant", "w4a16", "bf16")
