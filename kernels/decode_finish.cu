@@ -62,65 +62,65 @@ __device__ __forceinline__ void write_outputs(const Args& args, int m, int n, fl
 }
 
 // Adds the parts that CTAs `first` to `last` left of an output tile, and writes its outputs. shift: by how many blocks this one lies
-// behind the first one of CTA `first`; of the others it is the first.
+// behind the first one of CTA `first`; of the others it is the first. What the CTAs left comes through shared memory (`staging`), `room` parts (an even
+// number) at a time: registers hold too few of so many rows.
 template <int ROWS>
-__device__ __forceinline__ void finish(const Args& args, int block, int tile, u32 first, u32 last, u32 shift, u32 transform, int lane) {
-    constexpr int PAIRS = ROWS / 2, BATCH = ROWS == 4 ? 3 : 2;  // of rows; of two parts
+__device__ __forceinline__ void finish(const Args& args, int block, int tile, u32 first, u32 last, u32 shift, u32 transform, const u8* staging, u32 room, int lane) {
+    constexpr int PAIRS = ROWS / 2;
     const int half = lane >> 4, column = 4 * (lane & 15), n = (block * 8 + tile) * 64 + column;
     const u32 codes = transform == 255 ? 0 : *(const u32*)(args.table + transform * 64 + column);
     const float* from = args.partial + half * 512 + tile * 64 + column;
+    const float4* mine = (const float4*)staging + lane;
+    const u32 to = shared_address(mine);
     float4 sum[PAIRS][2];
 #pragma unroll
     for (int q = 0; q < PAIRS; ++q)
 #pragma unroll
         for (int e = 0; e < 2; ++e) sum[q][e] = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-    for (u32 s = first; s <= last; s += 2 * BATCH) {
-        float4 part[BATCH][2][PAIRS];
+    for (u32 s = first; s <= last; s += room) {
+        const u32 parts = min(room, last + 1 - s);
+#pragma unroll 2
+        for (u32 part = 0; part < parts; ++part) {
+            const u32 cta = s + part;
+            const float* there = from + (u64)(cta * args.places + (cta == first ? shift : 0)) * (ROWS * 512);
 #pragma unroll
-        for (int u = 0; u < BATCH; ++u)
+            for (int q = 0; q < PAIRS; ++q) copy_16(to + (part * PAIRS + q) * 512, there + q * 1024);
+        }
+        copy_commit();
+        copy_wait<0>();
+#pragma unroll 1
+        for (u32 part = 0; part < parts; part += 2)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const u32 cta = s + 2 * u + e;
+            for (int q = 0; q < PAIRS; ++q)
 #pragma unroll
-                for (int q = 0; q < PAIRS; ++q) {
-                    part[u][e][q] = make_float4(0.f, 0.f, 0.f, 0.f);
-                    if (cta <= last)
-                        part[u][e][q] = __ldcg((const float4*)(from + (u64)(cta * args.places + (cta == first ? shift : 0)) * (ROWS * 512) + q * 1024));
-                }
-            }
-#pragma unroll
-        for (int u = 0; u < BATCH; ++u)
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-#pragma unroll
-                for (int q = 0; q < PAIRS; ++q) {
-                    sum[q][e].x += part[u][e][q].x;
-                    sum[q][e].y += part[u][e][q].y;
-                    sum[q][e].z += part[u][e][q].z;
-                    sum[q][e].w += part[u][e][q].w;
+                for (int e = 0; e < 2; ++e) {
+                    if (part + e >= parts) continue;
+                    const float4 more = mine[((part + e) * PAIRS + q) * 32];
+                    sum[q][e].x += more.x;
+                    sum[q][e].y += more.y;
+                    sum[q][e].z += more.z;
+                    sum[q][e].w += more.w;
                 }
     }
-    __syncwarp();
 #pragma unroll
     for (int q = 0; q < PAIRS; ++q) {
-        const float4 &even = sum[q][0], &odd = sum[q][1];
-        float y[4] = {even.x + odd.x, even.y + odd.y, even.z + odd.z, even.w + odd.w};
+        float y[4] = {sum[q][0].x + sum[q][1].x, sum[q][0].y + sum[q][1].y, sum[q][0].z + sum[q][1].z, sum[q][0].w + sum[q][1].w};
         restore(y, codes, transform != 255, lane);
         const int m = 2 * q + half;
         if (m < args.rows) write_outputs(args, m, n, y);
     }
 }
-
 // The rows of `table` of the tiles that a warp may have to finish: lane l, of block number l % 16 and the warp's tile number l / 16.
 __device__ __forceinline__ u32 transforms_of(const Args& args, int first_block, int warp, int warps, int lane) {
     const int tile = warp + (lane >> 4) * warps, at = (first_block + (lane & 15)) * 8 + tile;
     return tile < 8 && at < args.n_tiles ? args.transform[at] : 255;
 }
 
-// Everybody's parts are written: count them, and finish the blocks that this CTA completes. `complete` lies in shared memory.
+// Everybody's parts are written: count them, and finish the blocks that this CTA completes. `complete` lies in shared memory; staging: a
+// warp's part of it.
 template <int ROWS>
-__device__ __forceinline__ void exchange(const Args& args, int first_block, int last_block, u32 transform, u32* complete) {
+__device__ __forceinline__ void exchange(const Args& args, int first_block, int last_block, u32 transform, u32* complete, const u8* staging, u32 room) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int block = first_block + lane;  // each lane answers for one
     const u32 from = (block * args.k_tiles * gridDim.x + gridDim.x - 1) / args.items;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void exchange(const Args& args, int first_block, int 
         for (int tile = warp; tile < 8; tile += warps) {
             const u32 row = __shfl_sync(FULL, transform, which + (tile == warp ? 0 : 16));
             if ((first_block + which) * 8 + tile < args.n_tiles)
-                finish<ROWS>(args, first_block + which, tile, __shfl_sync(FULL, from, which), __shfl_sync(FULL, to, which), __shfl_sync(FULL, shift, which), row, lane);
+                finish<ROWS>(args, first_block + which, tile, __shfl_sync(FULL, from, which), __shfl_sync(FULL, to, which), __shfl_sync(FULL, shift, which), row, staging, room, lane);
         }
     }
 }

@@ -1,13 +1,34 @@
 // Part of decode_bitplane.cu: the activations of three to eight rows, as decode_dense.cu reads them. Included there.
 
-// An input tile of all rows, as the tensor core wants it. Byte 2b + e of word [plane][row][c][2 * half + q] is the INT8 activation of input
-// 32 half + 16 q + 8 b + 2 c + e, zero where its level does not want the plane.
+// An input tile of all rows, as the tensor core wants it: INT8 activations, zero where their level does not want the plane. Of eight rows,
+// byte 2b + e of word [plane][row][c][2 half + q] is that of input 32 half + 16 q + 8 b + 2 c + e; of four rows, byte 2e of word
+// [plane][half][row][c][2q + b], and bytes 2e + 1 are zero.
 template <int ROWS>
 struct __align__(16) Prepared {
-    u32 word[4][ROWS][4][4];
+    u32 word[4][ROWS == 8 ? 1 : 2][ROWS][4][4];
     float scale[ROWS];      // of the activations
     float centre[4][ROWS];  // sum of q * (doubled midpoint minus zero point) in steps of 8-bit codes, per class of tiles (2, 4, 6, 8 bits)
     uint4 wanted;           // of planes 2 and 3, two words each: the inputs that some row wants
+};
+
+// A plane's operand of the tensor core: of eight rows two of 32 inputs, of four rows four of 16, each of two words. A lane from 16 on has rows of four in
+// the upper bytes.
+template <int ROWS>
+struct Activations {
+    u32 word[ROWS == 8 ? 4 : 8];
+
+    __device__ __forceinline__ Activations(const Prepared<ROWS>& input, int plane, int lane) {
+        const uint4* from = (const uint4*)input.word[plane] + (ROWS == 8 ? lane : lane & 15);
+        const u32 shift = ROWS == 8 || lane < 16 ? 1 : 256;  // as a factor: the multiplier is idle, the shifter is not
+#pragma unroll
+        for (int half = 0; half < (ROWS == 8 ? 1 : 2); ++half) {
+            const uint4 four = from[half * 16];
+            word[4 * half] = four.x * shift;
+            word[4 * half + 1] = four.y * shift;
+            word[4 * half + 2] = four.z * shift;
+            word[4 * half + 3] = four.w * shift;
+        }
+    }
 };
 
 // The launch before, where there is one: a CTA for an input tile, a warp for a row.
@@ -33,11 +54,18 @@ __device__ __forceinline__ void prepare(const Args& args) {
         tile.centre[lane][m] = (float)o.centre;
         tile.scale[m] = o.scale;
     }
-    u8* to = (u8*)&tile.word[0][m][lane >> 1 & 3][lane >> 4] + 2 * (lane >> 3 & 1) + (lane & 1);
+    const int b = lane >> 3 & 1, c = lane >> 1 & 3, q = lane >> 4, e = lane & 1;
+    u8* to = ROWS == 8 ? (u8*)&tile.word[0][0][m][c][q] + 2 * b + e : (u8*)&tile.word[0][0][m][c][2 * q + b] + 2 * e;
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-        to[64 * ROWS * p] = (u8)(o.l0 > p ? o.q0 : 0);
-        to[64 * ROWS * p + 8] = (u8)(o.l1 > p ? o.q1 : 0);  // 32 inputs on: `half` is the higher bit of a word's number
+        const u32 low_q = o.l0 > p ? o.q0 & 255 : 0, high_q = o.l1 > p ? o.q1 & 255 : 0;  // the latter 32 inputs on
+        if (ROWS == 8) {
+            to[512 * p] = (u8)low_q;
+            to[512 * p + 8] = (u8)high_q;
+        } else {
+            *(u16*)(to + 512 * p) = (u16)low_q;
+            *(u16*)(to + 512 * p + 256) = (u16)high_q;
+        }
         if (p < 2) continue;
         const u32 low = __ballot_sync(FULL, o.l0 > p), high = __ballot_sync(FULL, o.l1 > p);
         if (lane == 0 && m < args.rows) {
@@ -50,20 +78,23 @@ __device__ __forceinline__ void prepare(const Args& args) {
     for (int i = threadIdx.x; i < sizeof(tile) / 16; i += blockDim.x) there[i] = ((const uint4*)&tile)[i];
 }
 
+// Of numbers beyond the range of `divide`. Rarely called: out of the way.
+__device__ __noinline__ int quotient(float v, float scale) { return max(-127, min(127, __float2int_rn(__fdiv_rn(v, scale)))); }
+
 // Without that launch one warp prepares an input tile of all rows: lanes (row, c) of eight rows, (row, half, c) of four; each has the inputs of its words. What it
 // computes is what `quantise_row` does.
 template <int ROWS>
 struct Preparation {
     static constexpr int LANES = 32 / ROWS, WORDS = 16 / LANES, PAIRS = 2 * WORDS;
     int lane;
-    float t[4];
+    Threshold t[4];
     int weight[4];  // of the sums of q over the channels that want a plane, in the constant part of tiles of class c
 
     __device__ __forceinline__ Preparation(const Args& args, int lane) : lane(lane) {
         const int bits = 2 * (lane & 3) + 2;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            t[i] = args.thresholds[i];
+            t[i] = threshold(args.thresholds[i]);
             weight[i] = level_weight(i + 1, bits) - (i ? level_weight(i, bits) : 0);
         }
     }
@@ -95,7 +126,7 @@ struct Preparation {
         for (int i = 0; i < 2 * PAIRS; ++i) q[i] = __float2int_rn(divide(v[i], o.scale, o.reciprocal));
         if (!o.plain && most)
 #pragma unroll
-            for (int i = 0; i < 2 * PAIRS; ++i) q[i] = max(-127, min(127, __float2int_rn(__fdiv_rn(v[i], o.scale))));
+            for (int i = 0; i < 2 * PAIRS; ++i) q[i] = quotient(v[i], o.scale);
         u32 word[WORDS];
 #pragma unroll
         for (int i = 0; i < WORDS; ++i)
@@ -108,17 +139,16 @@ struct Preparation {
             u32 graded[WORDS];
 #pragma unroll
             for (int i = 0; i < WORDS; ++i) {
-                u32 bytes = 0;
-#pragma unroll
-                for (int k = 0; k < 4; ++k) bytes |= fabsf(v[4 * i + k]) > t[p] ? 255u << (8 * k) : 0;
+                const u32 bytes = __byte_perm(above(raw[2 * i], t[p]), above(raw[2 * i + 1], t[p]), 0x6420);
                 graded[i] = word[i] & bytes;
                 sum[p] = __dp4a((int)graded[i], 0x01010101, sum[p]);
                 if (p >= 2) some |= (u32)__dp4a((int)(bytes & 0x08040201u), 0x01010101, 0) << (16 * (p - 2) + 4 * i);
             }
             if constexpr (WORDS == 4)
-                *(uint4*)tile.word[p][row][c] = make_uint4(graded[0], graded[1], graded[2], graded[3]);
+                *(uint4*)tile.word[p][0][row][c] = make_uint4(graded[0], graded[1], graded[2], graded[3]);
             else
-                *(uint2*)&tile.word[p][row][c][2 * half] = make_uint2(graded[0], graded[1]);
+                *(uint4*)tile.word[p][ROWS == 8 ? 0 : half][row][c] =
+                    make_uint4(__byte_perm(graded[0], 0, 0x4140), __byte_perm(graded[0], 0, 0x4342), __byte_perm(graded[1], 0, 0x4140), __byte_perm(graded[1], 0, 0x4342));
         }
         // two sums (of at most 64 * 127) to a word
         int low = sum[0] + sum[1] * 65536, high = sum[2] + sum[3] * 65536;

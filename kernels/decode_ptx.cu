@@ -2,18 +2,7 @@
 
 #include "ptx.cu"
 
-// Copy i of four, 16 bytes from `from` + i step to `to` + i pitch in shared memory, is made if bit 8 i is set. One piece of assembly: alone, a
-// predicate becomes a branch, and the compiler guards every copy that stands by itself with three instructions.
-__device__ __forceinline__ void copy_four(u32 to, u32 pitch, const u8* from, u32 step, u32 bits) {
-    asm volatile(
-        "{.reg .pred p<4>;\n.reg .b32 t<4>;\n"
-        "and.b32 t0, %8, 1;\nand.b32 t1, %8, 0x100;\nand.b32 t2, %8, 0x10000;\nand.b32 t3, %8, 0x1000000;\n"
-        "setp.ne.u32 p0, t0, 0;\nsetp.ne.u32 p1, t1, 0;\nsetp.ne.u32 p2, t2, 0;\nsetp.ne.u32 p3, t3, 0;\n"
-        "@p0 cp.async.cg.shared.global [%0], [%4], 16;\n@p1 cp.async.cg.shared.global [%1], [%5], 16;\n"
-        "@p2 cp.async.cg.shared.global [%2], [%6], 16;\n@p3 cp.async.cg.shared.global [%3], [%7], 16;}" ::"r"(to),
-        "r"(to + pitch), "r"(to + 2 * pitch), "r"(to + 3 * pitch), "l"(from), "l"(from + step), "l"(from + 2 * step), "l"(from + 3 * step), "r"(bits)
-        : "memory");
-}
+__device__ __forceinline__ void copy_16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
 __device__ __forceinline__ void prefetch_map(const Map& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // Into the shared memory of CTA `rank` of the cluster, at the place that `at` is in this one.
@@ -39,8 +28,25 @@ __device__ __forceinline__ void store_shared_by_all(u32* to, uint4 v) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+__device__ __forceinline__ u16 half_towards_zero(float f, int type) {
+    u16 h;
+    if (type == 0)
+        asm("cvt.rz.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
+    else
+        asm("cvt.rz.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+    return h;
+}
+// Of each half 0xffff where a > b.
+__device__ __forceinline__ u32 above_halves(u32 a, u32 b, int type) {
+    u32 r;
+    if (type == 0)
+        asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    else
+        asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
 // Keeps a value in registers instead of computing it again.
-__device__ __forceinline__ void keep(const u8*& v) { asm volatile("" : "+l"(v)); }
 __device__ __forceinline__ void keep(u32& v) { asm volatile("" : "+r"(v)); }
 
 // d += a b: 16 x 32 unsigned by 32 x 8 signed bytes. With FREE the compiler may move it.

@@ -46,12 +46,20 @@ struct Args {
 typedef float2 Pair;
 __device__ __forceinline__ Pair load_raw(const void* x, long long at) { return *(const float2*)((const float*)x + at); }
 __device__ __forceinline__ float2 floats(Pair v) { return v; }
+typedef float Threshold;
+__device__ __forceinline__ Threshold threshold(float t) { return t; }
+// Of each of the two 0xffff where its magnitude is above the threshold.
+__device__ __forceinline__ u32 above(Pair v, Threshold t) { return (fabsf(v.x) > t ? 0xffffu : 0) | (fabsf(v.y) > t ? 0xffff0000u : 0); }
 __device__ __forceinline__ float load_x(const void* x, long long at) { return ((const float*)x)[at]; }
 #else
 typedef u32 Pair;
 __device__ __forceinline__ Pair load_raw(const void* x, long long at) { return *(const u32*)((const u16*)x + at); }
 __device__ __forceinline__ float2 floats(Pair v) { return make_float2(from_half((u16)v, XTYPE), from_half((u16)(v >> 16), XTYPE)); }
 __device__ __forceinline__ float load_x(const void* x, long long at) { return from_half(((const u16*)x)[at], XTYPE); }
+typedef u32 Threshold;
+// Magnitudes of this type are above a number where they are above it rounded down; below zero any number will do.
+__device__ __forceinline__ Threshold threshold(float t) { return 0x10001u * half_towards_zero(t < 0.f ? -1.f : t, XTYPE); }
+__device__ __forceinline__ u32 above(Pair v, Threshold t) { return above_halves(v & 0x7fff7fffu, t, XTYPE); }
 #endif
 
 __device__ __forceinline__ float load_bias(const void* bias, int at, int type) {

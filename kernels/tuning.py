@@ -62,8 +62,8 @@ _RESERVED_BYTES = 1024
 #: Blocks of 512 outputs that a CTA may touch, and items of a chain: lanes of a warp answer for them.
 _MOST_PLACES, _MOST_PER_CHAIN = 16, 32
 #: Above two rows: CTAs of a multiprocessor that registers allow; bytes of an `Item` of the CUDA source with two barriers;
-#: bytes of the ring that an item takes at most (16 KiB, and two planes of 9 KiB).
-_DENSE_RESIDENT, _ITEM_BYTES, _LARGEST_PLANES = 2, 96, 34 * 1024
+#: bytes of the ring that an item's planes take at most (16 KiB, and two planes of 8 KiB).
+_DENSE_RESIDENT, _ITEM_BYTES, _LARGEST_PLANES = 2, 176, 32 * 1024
 
 
 @dataclass(frozen=True)
@@ -299,19 +299,20 @@ def dense_geometry(
         grid = -(-n_tiles // 8) * cluster
         most = config.parts * config.warps_k * per_chain(k_tiles, config)
         received = config.splits * -(-rows * 8 // cluster) * 256
-    prepared = held * 276 + 16
-    kept = most * (_ITEM_BYTES + prepared) + 16
-    smallest = max(_LARGEST_PLANES, received)
+    prepared = 2048 + 20 * held + 16
+    launch = rows >= config.launch_from  # rows come with their items, and else stay where they were prepared
+    kept = most * (_ITEM_BYTES + (0 if launch else prepared)) + 16 + received
+    largest = _LARGEST_PLANES + (-(-prepared // 1024) * 1024 if launch else 0)
     ring = 0
     for resident in range(min(_DENSE_RESIDENT, -(-grid // gpu.count)), 0, -1):
         limit = min(gpu.cta_bytes, gpu.shared_bytes // resident - _RESERVED_BYTES)
-        ring = min(max(most * _LARGEST_PLANES, -(-received // 1024) * 1024), (limit - kept) // 1024 * 1024)
-        if ring >= min(most, 2) * smallest:
+        ring = min(most * largest, (limit - kept) // 1024 * 1024)
+        if ring >= largest + (largest // 2 if most > 1 else 0):
             break
-    if ring < smallest:
+    if ring < largest:
         raise NotImplementedError(
-            f"{config} for [{n_tiles * 64}, {k_tiles * 64}] and {rows} rows: {most} items leave {ring} bytes of {gpu.cta_bytes}"
-            f" to a ring that wants {smallest}: take more CTAs (fewer parts)"
+            f"{config} for [{n_tiles * 64}, {k_tiles * 64}] and {rows} rows: {most} items and the sums of a cluster leave "
+            f"{ring} bytes of {gpu.cta_bytes} to a ring that wants {largest}: take more CTAs (fewer parts)"
         )
     return DenseGeometry(held, grid, cluster, most, ring, ring + kept, prepared)
 
