@@ -299,9 +299,8 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
             barrier_wait(known);
         }
         MARK(2);
-        const int g = lane >> 2, c = lane & 3, first_row = 2 * (ROWS == 8 ? c : c & 1);
+        const int c = lane & 3, first_row = 2 * (ROWS == 8 ? c : c & 1);
         const u32 my_row = lane * 128 + ((warp ^ lane) & 7) * 16;
-        const bool outputs = block * 8 + warp < args.n_tiles;
         Sums<ROWS> v, total;  // of a chain, and of a part
 #if STREAM
         constexpr float NONE = 0.f;
@@ -320,11 +319,7 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             const u32 flags = items[i].flags;
-#if STREAM
-            const bool mine = block * 8 + warp < args.n_tiles;
-#else
-            const bool mine = outputs && flags & THERE;
-#endif
+            const bool mine = flags & THERE && block * 8 + warp < args.n_tiles;
             if (mine) {
                 const uint4 tile = items[i].tile[warp];
                 barrier_wait(full + 8 * i);
@@ -364,7 +359,7 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
 #if SUMS
                             const int m = first_row + row;
                             if (m < args.rows)
-                                args.sums[((long long)m * args.k_tiles + items[i].kt) * args.n_tiles * 64 + (block * 8 + warp) * 64 + 8 * g + 4 * (ROWS == 8 ? upper : c >> 1) + j] =
+                                args.sums[((long long)m * args.k_tiles + items[i].kt) * args.n_tiles * 64 + (block * 8 + warp) * 64 + 8 * (lane >> 2) + 4 * (ROWS == 8 ? upper : c >> 1) + j] =
                                     (int)value / (1 << (6 - 2 * (tile.w / (4 * ROWS))));
 #endif
                         }
