@@ -75,7 +75,7 @@ class StreamConfig:
     chains: runs of a CTA's items that are summed up on their own: its warps, for one and two rows
     stages: depth of a warp's ring for one and two rows, in steps of 16 channels
     parts: for one row, of these CTAs those that one with as many more warps stands for, 1 or 2
-    launch_from: as of `DecodeConfig`
+    launch_from: as of `DecodeConfig`, and of two rows where these take that kernel
     """
 
     ctas: int
