@@ -2,8 +2,9 @@
 
     python benchmarks/tune_prefill_int8.py [--shapes 4096x4096,...] [--write]
 
-A shape's figure is the sum over numbers of rows of log(time), each by the faster of the two ways; `splits` is chosen by it, and
-`short_rows` is the largest number of rows up to which the short kernel is never slower than expanding.
+A shape's figure is the sum over numbers of rows of log(time), each by the fastest of the three ways; `splits` is chosen by it.
+`short_rows` is the largest number of rows up to which the short kernel is never slower than both others, and `batch_rows` that
+up to which the kernel for batches is never slower than expanding.
 """
 
 from __future__ import annotations
@@ -32,16 +33,22 @@ def tune(n: int, k: int) -> PrefillConfig:
     b, gemm = bench.draw(n, k), ops.int8_gemm(torch.device("cuda"))
     x = {m: shapes.draw_rows(m, k, "cuda") for m in ROWS}
 
-    def us(config: PrefillConfig, m: int) -> float:
-        return bench.time_ours(b, x[m], config, gemm, **HOW).us
+    def us(config: PrefillConfig) -> dict[int, float]:
+        return {m: bench.time_ours(b, x[m], config, gemm, **HOW).us for m in ROWS}
 
-    long = {m: us(PrefillConfig(1, 0), m) for m in ROWS}
-    short = {s: {m: us(PrefillConfig(s, 10**6), m) for m in ROWS} for s in SPLITS}
-    splits = min(short, key=lambda s: sum(math.log(min(short[s][m], long[m])) for m in ROWS))
-    for name, times in (("long", long), (f"short, {splits} splits", short[splits])):
+    long, batch = us(PrefillConfig(1, 0)), us(PrefillConfig(1, 0, 10**6))
+    other = {m: min(long[m], batch[m]) for m in ROWS}
+    short = {s: us(PrefillConfig(s, 10**6)) for s in SPLITS}
+    splits = min(short, key=lambda s: sum(math.log(min(short[s][m], other[m])) for m in ROWS))
+    for name, times in (("long", long), ("batch", batch), (f"short, {splits} splits", short[splits])):
         print(f"{n}x{k} {name}:", " ".join(f"M{m} {t:.1f}" for m, t in times.items()), flush=True)
-    slower = [m for m in ROWS if short[splits][m] > long[m]]
-    return PrefillConfig(splits, max([8] + [m for m in ROWS if not slower or m < slower[0]]))
+    return PrefillConfig(splits, last_not_slower(short[splits], other), last_not_slower(batch, long))
+
+
+def last_not_slower(times: dict[int, float], others: dict[int, float]) -> int:
+    """The largest number of rows up to which `times` are never above `others`, at least 8 (which are graded)."""
+    slower = [m for m in times if times[m] > others[m]]
+    return max([8] + [m for m in times if not slower or m < slower[0]])
 
 
 def main() -> None:
