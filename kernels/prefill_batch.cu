@@ -1,15 +1,16 @@
 // Batches and short prompts: y = x W^T for up to 128 rows, the weight expanded inside, one scale per row and 64 outputs
 // (`reference.requantize_block_ref`). Compiled by NVRTC for compute capability 9.0.
 //
-// A step is four tiles: WIDTH of outputs (half a block of the decode form, or a quarter) by DEPTH of inputs. Steps stand in the order of memory, and every CTA
-// takes as many of them, whatever the shape. Three kinds of warps work behind each other. Readers fill a ring with plane words (tensor copy,
-// and `cp.async` for planes 2 and 3), and one of INT8 rows. Expanding warps, each with one tile of a step, make codes of plane words, multiply them
-// in half precision by what makes one scale of all tiles of 64 outputs, round them to INT8 and write them where the tensor core reads them.
-// Multiplying warps only start its products (`wgmma`), whose integer sums over the inputs stay in registers: nothing is rescaled on the
-// way, so that the cost of a tile hardly grows with the number of rows.
-// Where a CTA is through with 256 outputs, it adds its sums to those of others in memory: whole numbers, so that the order does not matter.
-// Who comes last takes them (leaving zeros), rotates the outputs back, adds the bias and rounds, at the end of its steps, with all warps.
-// Where there are nearly as many ranges of 256 outputs as multiprocessors, a CTA takes a whole one, whose sums stay where they are.
+// A step is four tiles: WIDTH of outputs (half a block of the decode form, or a quarter) by DEPTH of inputs. A range of outputs is WIDTH
+// tiles. Steps stand in the order of memory, range by range, and every CTA takes as many of them, whatever the shape. Three kinds of warps
+// work behind each other. Readers fill a ring with plane words (tensor copy, and `cp.async` for planes 2 and 3), and one of INT8 rows.
+// Expanding warps, each with one tile of a step, make codes of plane words, multiply them in half precision by what makes one scale of all
+// tiles of 64 outputs, round them to INT8 and write them where the tensor core reads them. Multiplying warps only start its products
+// (`wgmma`), whose integer sums over the inputs stay in registers: nothing is rescaled on the way, so that the cost of a tile hardly grows
+// with the number of rows.
+// Where a CTA is through with a range, it adds its sums to those of others in memory: whole numbers, so that the order does not matter. Who
+// comes last takes them (leaving zeros), rotates the outputs back, adds the bias and rounds, at the end of its steps, with all warps.
+// Where there are nearly as many ranges as multiprocessors, a CTA takes a whole one, whose sums stay where they are.
 //
 // Set by the compiler's command line: XTYPE (of y: 0 bf16, 1 fp16), TOKENS (16, 32, 64, 128), WIDTH (4, 2).
 
@@ -18,7 +19,7 @@
 #include "prefill_batch_ptx.cu"
 
 struct Args {
-    Map planes;           // planes 0 and 1: rows of 128 bytes, in boxes of 128 half rows
+    Map planes;           // planes 0 and 1: rows of 128 bytes, in boxes of 128 parts of rows, of WIDTH tiles
     Weight w;
     const u32* ratio;     // [blocks, k_tiles, 8] two equal halves: what codes of a tile are multiplied by, beside `smoothing`
     const float* unit;    // [n_tiles] of what results
@@ -29,8 +30,8 @@ struct Args {
     const u8* table;      // [., 64]: bits 0-5 permutation, 6 left sign, 7 right sign
     const void* bias;     // [n_tiles * 64] or null
     void* y;              // [rows, n_tiles * 64], rows y_stride elements apart
-    int* sums;            // [n_tiles / 4 up][SUMS], zeros between launches
-    u32* arrivals;        // [n_tiles / 4 up], likewise
+    int* sums;            // [ranges][SUMS], zeros between launches
+    u32* arrivals;        // [ranges], likewise
     long long y_stride;
     int rows, rows_padded, steps, bias_type;  // rows_padded: a multiple of 128; steps of all CTAs: below 2^32 / CTAs
 };
@@ -47,7 +48,7 @@ constexpr int LINE = WIDTH * 16, PLANE = 64 * LINE, STAGE_BYTES = TILES * 4096;
 constexpr int X_BYTES = DEPTH * TOKENS * 64 + 512;  // rows of a step, and the factors of its inputs
 constexpr int TILE_BYTES = 4096, BUFFER_BYTES = TILES * TILE_BYTES;  // codes of a tile, of a step: [64 outputs][64 inputs], swizzled by 64 bytes
 constexpr int SENT_ROWS = TOKENS < 64 ? TOKENS : 64, SENT = SENT_ROWS * 64;  // bytes that a warp adds to memory at once: 16 outputs of so many rows
-// Shared memory, as `batch_geometry` in prefill_cuda.py counts it: both rings (in the end, room to permute outputs); codes; sums on their
+// Shared memory, as `batch_bytes` in prefill_batch.py counts it: both rings (in the end, room to permute outputs); codes; sums on their
 // way; steps; barriers; ranges of outputs.
 constexpr int ROWS_AT = STAGES * STAGE_BYTES, CODES_AT = (ROWS_AT + ROW_STAGES * X_BYTES + 1023) / 1024 * 1024;
 constexpr int SENT_AT = CODES_AT + BUFFERS * BUFFER_BYTES, STEPS_AT = SENT_AT + 4 * MULTIPLIERS * SENT;

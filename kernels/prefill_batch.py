@@ -115,6 +115,13 @@ def batch_sums(device: torch.device, n: int) -> tuple[Tensor, Tensor]:
     return held
 
 
+def clear_sums(device: torch.device, n: int) -> None:
+    """`batch_sums` as they have to be, whatever was in them: at load, and so when weights are reloaded after a sleep that kept
+    nothing (vLLM's level 2), which also forgets what no layer owns."""
+    for held in batch_sums(device, n):
+        held.zero_()
+
+
 def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tensor]:
     """Rows as the kernel for batches reads them, by `activation_token_ref`: q [K/64 x rows padded, 64] int8, scale [M, 1]."""
     aligned = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0

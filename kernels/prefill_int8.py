@@ -146,7 +146,7 @@ def reserve(device: torch.device, n: int, k: int) -> None:
     Called at load, so that a server's memory profile counts it. Not for two streams that compute at once.
     """
     if prefill_cuda.unsupported_reason(device_capability(device)) is None:
-        prefill_batch.batch_sums(device, n)
+        prefill_batch.clear_sums(device, n)
     held = _workspaces.get(device)
     if held is None or held.numel() < n * k:
         for kept in [_workspaces, *_views.values()]:

@@ -61,6 +61,21 @@ def test_factors_of_batches_lie_as_their_kernel_reads_them():
             assert p.of_input[kt, four + at] == of_input[64 * kt + 32 * half + 8 * eight + 2 * lane + odd]
 
 
+def test_what_ctas_add_up_in_is_cleared_when_weights_are_loaded(monkeypatch):
+    """A sleeping engine forgets what no layer owns; a captured graph knows the addresses."""
+    monkeypatch.setattr(prefill_batch, "_sums", {})
+    monkeypatch.setattr(prefill_int8, "_workspaces", {})
+    monkeypatch.setattr(prefill_int8.prefill_cuda, "unsupported_reason", lambda capability: None)
+    device = torch.device("cpu")
+    prefill_int8.reserve(device, 1088, 64)
+    held = prefill_batch.batch_sums(device, 1088)
+    assert held[0].numel() >= 1088 * 128 and not held[0].any() and not held[1].any()
+    for t in held:
+        t.fill_(1)
+    prefill_int8.reserve(device, 576, 64)
+    assert all(a is b and not a.any() for a, b in zip(held, prefill_batch.batch_sums(device, 576), strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ctas", [1, 2, 5, 131, 10**4])
 def test_every_cut_of_the_kernel_for_batches(ctas, monkeypatch):
