@@ -131,10 +131,7 @@ def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tenso
     q, scale = empty_rows(k // TILE * padded, TILE, torch.int8, x.device), empty_rows(m, 1, torch.float32, x.device)
     threads, ctas = _rows_cut(k)
     args = BatchRows(x.data_ptr(), pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0), k, padded, ctas)
-    _batch_rows_module(x.device, x.dtype, threads).kernel("batch_rows").launch(
-        args, grid=m * ctas, threads=threads, cluster=ctas, shared_bytes=0, stream=current_stream(x.device),
-        overlap=True,
-    )  # fmt: skip
+    _launch_rows(args, m, threads, x.device, x.dtype)
     return q, scale
 
 
@@ -147,16 +144,12 @@ def batch(
     planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, width))
     for first in range(0, out.shape[0], TOKENS[-1]):
         y = out[first : first + TOKENS[-1]]
-        tokens = batch_tokens(y.shape[0])
         args = BatchArgs(
             planes, weight, *(t.data_ptr() for t in block), q.data_ptr() + first * TILE, scale.data_ptr() + first * 4,
             w.transform.data_ptr(), w.table.data_ptr(), pointer(bias), y.data_ptr(), sums.data_ptr(), arrivals.data_ptr(),
             y.stride(0), y.shape[0], q.shape[0] // weight.k_tiles, steps, 0 if bias is None else DTYPES.index(bias.dtype),
         )  # fmt: skip
-        _batch_module(w.device, out.dtype, tokens, width).kernel("batch").launch(
-            args, grid=grid, threads=_THREADS, cluster=1, shared_bytes=batch_bytes(tokens, width),
-            stream=current_stream(w.device), overlap=True,
-        )  # fmt: skip
+        _launch(args, grid, width, w.device, out.dtype)
 
 
 class Batch:
@@ -168,17 +161,17 @@ class Batch:
     ) -> None:
         self.device, self.dtype, self.n, self.k = w.device, dtype, w.out_features, w.in_features
         self.width, steps, self.grid = _cut(w)
-        self.threads, self.ctas = _rows_cut(self.k)
+        self.threads, ctas = _rows_cut(self.k)
         planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, self.width))
         self.args = BatchArgs(
             planes, weight_args(w), *(t.data_ptr() for t in block), transform=w.transform.data_ptr(), table=w.table.data_ptr(),
             y_stride=self.n, rows_padded=TOKENS[-1], steps=steps,
         )  # fmt: skip
-        self.rows = BatchRows(unsmoothing=pointer(unsmoothing), stride=self.k, k=self.k, rows_padded=TOKENS[-1], ctas=self.ctas)
+        self.rows = BatchRows(unsmoothing=pointer(unsmoothing), stride=self.k, k=self.k, rows_padded=TOKENS[-1], ctas=ctas)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [M, K] contiguous, on a border of `ALIGNMENT`"""
-        m, stream = x.shape[0], current_stream(self.device)
+        m = x.shape[0]
         q = empty_rows(self.k // TILE * TOKENS[-1], TILE, torch.int8, self.device)
         scale, y = empty_rows(m, 1, torch.float32, self.device), empty_rows(m, self.n, self.dtype, self.device)
         sums, arrivals = batch_sums(self.device, self.n)
@@ -188,14 +181,8 @@ class Batch:
         args.sums, args.arrivals = sums.data_ptr(), arrivals.data_ptr()
         if bias is not None:
             args.bias, args.bias_type = bias.data_ptr(), DTYPES.index(bias.dtype)
-        _batch_rows_module(self.device, self.dtype, self.threads).kernel("batch_rows").launch(
-            rows, grid=m * self.ctas, threads=self.threads, cluster=self.ctas, shared_bytes=0, stream=stream, overlap=True
-        )
-        tokens = batch_tokens(m)
-        _batch_module(self.device, self.dtype, tokens, self.width).kernel("batch").launch(
-            args, grid=self.grid, threads=_THREADS, cluster=1, shared_bytes=batch_bytes(tokens, self.width), stream=stream,
-            overlap=True,
-        )  # fmt: skip
+        _launch_rows(rows, m, self.threads, self.device, self.dtype)
+        _launch(args, self.grid, self.width, self.device, self.dtype)
         return y
 
 
@@ -205,8 +192,30 @@ def _cut(w: DecodeWeight) -> tuple[int, int, int]:
     width = batch_width(w.out_features, w.in_features, most)
     ranges = -(-w.out_features // TILE // width)
     steps = ranges * (w.in_features // TILE) * width // SHORT_TILES
-    # A range of outputs to a CTA, if that keeps enough of them busy: nothing is exchanged then.
-    return width, steps, ranges if _WHOLE * most <= ranges <= most else min(most, steps)
+    # A range of outputs to a CTA, if that keeps enough of them busy: nothing is exchanged then. More than run at once only
+    # where there would be no room for the ranges that one finishes: those that it has whole, and parts of two.
+    ctas = ranges if _WHOLE * most <= ranges <= most else min(most, steps)
+    return width, steps, max(ctas, -(-ranges // (_MOST_RANGES - 3)))
+
+
+def _launch_rows(args: BatchRows, m: int, threads: int, device: torch.device, dtype: torch.dtype) -> None:
+    _batch_rows_module(device, dtype, threads).kernel("batch_rows").launch(
+        args,
+        grid=m * args.ctas,
+        threads=threads,
+        cluster=args.ctas,
+        shared_bytes=0,
+        stream=current_stream(device),
+        overlap=True,
+    )
+
+
+def _launch(args: BatchArgs, grid: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
+    tokens = batch_tokens(args.rows)
+    _batch_module(device, dtype, tokens, width).kernel("batch").launch(
+        args, grid=grid, threads=_THREADS, cluster=1, shared_bytes=batch_bytes(tokens, width), stream=current_stream(device),
+        overlap=True,
+    )  # fmt: skip
 
 
 def _rows_cut(k: int) -> tuple[int, int]:

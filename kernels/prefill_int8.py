@@ -172,16 +172,21 @@ def compile_kernels(device: torch.device, dtype: torch.dtype, k: int, smooth: bo
     from vllm_tilequant.kernels import prefill_triton
 
     if device_path(device) == "cuda":
-        wanted = prefill_cuda.kernels(dtype) + prefill_batch.kernels(dtype)
-        with ThreadPoolExecutor(_COMPILERS) as pool:  # a first start compiles a dozen sources
-            for done in [pool.submit(module, device, *of) for _, module, of in wanted]:
-                done.result()
-        for name, module, of in wanted:
-            module(device, *of).kernel(name)
+        _load_kernels(device, dtype)
     unsmoothing = torch.ones(k, dtype=torch.float32, device=device) if smooth else None
     x = torch.zeros(1, k, dtype=dtype, device=device)
     prefill_triton.quantize_rows(x, unsmoothing, rotation)
     prefill_triton.quantize_groups(x, rotation)
+
+
+@functools.cache  # every layer asks
+def _load_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    wanted = prefill_cuda.kernels(dtype) + prefill_batch.kernels(dtype)
+    with ThreadPoolExecutor(_COMPILERS) as pool:  # a first start compiles a dozen sources
+        for done in [pool.submit(module, device, *of) for _, module, of in wanted]:
+            done.result()
+    for name, module, of in wanted:
+        module(device, *of).kernel(name)
 
 
 def warm(w: DecodeWeight, p: PrefillWeight, dtype: torch.dtype, codes: Tensor | None = None) -> None:

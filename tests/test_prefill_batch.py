@@ -61,6 +61,21 @@ def test_factors_of_batches_lie_as_their_kernel_reads_them():
             assert p.of_input[kt, four + at] == of_input[64 * kt + 32 * half + 8 * eight + 2 * lane + odd]
 
 
+@pytest.mark.parametrize("most", [1, 16, 132])
+@pytest.mark.parametrize("n", [64, 4096, 28672, 262208])
+@pytest.mark.parametrize("k", [64, 4096])
+def test_there_is_room_for_the_ranges_that_a_cta_finishes(monkeypatch, most, n, k):
+    """Also for a whole vocabulary on a slice of a GPU."""
+    monkeypatch.setattr(prefill_batch, "multiprocessors", lambda device: SimpleNamespace(count=most))
+    width, steps, ctas = prefill_batch._cut(SimpleNamespace(device=None, out_features=n, in_features=k))
+    k_steps = k // 64 * width // 4
+    assert steps == -(-n // (64 * width)) * k_steps and 1 <= ctas <= steps
+    first = [cta * steps // ctas for cta in range(ctas + 1)]
+    touched = max((b - 1) // k_steps - a // k_steps + 1 for a, b in zip(first, first[1:], strict=False))
+    assert touched < prefill_batch._MOST_RANGES  # beside their number
+    assert ctas <= most or -(-n // (64 * width)) > (prefill_batch._MOST_RANGES - 3) * most
+
+
 def test_what_ctas_add_up_in_is_cleared_when_weights_are_loaded(monkeypatch):
     """A sleeping engine forgets what no layer owns; a captured graph knows the addresses."""
     monkeypatch.setattr(prefill_batch, "_sums", {})
