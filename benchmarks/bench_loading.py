@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ COLUMNS = {
     "touched": ".1%",
     "seconds": ".2f",
 }
+ENGINE_COLUMNS = {"model": "", "start": "d", "gib": ".2f", "load_s": ".1f", "weights_s": ".1f", "s_per_gib": ".2f"}
 
 
 def write(folder: Path, layer: str) -> tuple[Path, TileQuantConfig]:
@@ -117,9 +119,15 @@ def load(path: Path, config: TileQuantConfig, layer: str, rank: int, size: int) 
 def load_engine(folder: Path, log: Path) -> dict[str, Any]:
     """Start an engine over a folder, without compiling or capturing anything, and read what it says. Raises `OSError`."""
     gib = sum(p.stat().st_size for p in folder.glob("*.safetensors")) / 2**30
+    # In this one process: a second one would import everything once more, which takes longer than loading.
     start = f"from vllm import LLM; LLM({str(folder)!r}, skip_tokenizer_init=True, enforce_eager=True, max_model_len=512)"
     with log.open("w") as out:
-        code = subprocess.run([sys.executable, "-c", start], stdout=out, stderr=subprocess.STDOUT, env=environment()).returncode
+        code = subprocess.run(
+            [sys.executable, "-c", start],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        ).returncode
     text = log.read_text(errors="replace")
     load = re.search(r"Loading weights took ([\d.]+) seconds", text)
     whole = re.search(r"Model loading took .*?([\d.]+) seconds", text)
@@ -144,17 +152,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="by default benchmarks/results/loading.cpu.json")
     args = parser.parse_args()
     if args.engines:
+        device, found = "cuda" if torch.cuda.is_available() else "cpu", []
+        path = args.json or report.default_path("loading_engine", device)
         with tempfile.TemporaryDirectory() as scratch:
-            found = [{"start": i} | load_engine(f, Path(scratch) / "log") for f in args.engines for i in (1, 2)]
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        report.write(
-            args.json or report.default_path("loading_engine", device), report.envelope("loading_engine", device, found)
-        )
-        print(
-            report.table(
-                found, {"model": "", "start": "d", "gib": ".2f", "load_s": ".1f", "weights_s": ".1f", "s_per_gib": ".2f"}
-            )
-        )
+            for start, folder in product((1, 2), args.engines):
+                found.append({"start": start} | load_engine(folder, Path(scratch) / "log"))
+                report.write(path, report.envelope("loading_engine", device, found))
+        print(report.table(found, ENGINE_COLUMNS))
         return 0
     rows = []
     with tempfile.TemporaryDirectory(dir=args.folder) as scratch, set_current_vllm_config(VllmConfig()):

@@ -7,6 +7,7 @@ them and lie compact: `[64 channels, tiles of the block that have the plane, 4 w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -200,9 +201,15 @@ def _transforms(index: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
     remap = torch.full((max(1, matrices.shape[0]),), IDENTITY, dtype=torch.uint8)
     for i, matrix in enumerate(matrices):
         if not torch.equal(matrix, eye):
-            table[i] = factor_hadamard(matrix)
+            table[i] = _factored(matrix.numpy().tobytes())
             remap[i] = i
     return remap.to(index.device)[index.long()], table.to(index.device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _factored(matrix: bytes) -> Tensor:
+    """`factor_hadamard` of [64, 64] float64 in memory's order: all layers of a checkpoint have the same few."""
+    return factor_hadamard(torch.frombuffer(bytearray(matrix), dtype=torch.float64).view(TILE, TILE))
 
 
 def factor_hadamard(matrix: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Opening and verifying checkpoints: what is sound opens, each class of fault is named."""
 
+import itertools
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from toy import write_toy
 from vllm_tilequant import schema as s
-from vllm_tilequant.checkpoint.reader import Checkpoint, CheckpointError
+from vllm_tilequant.checkpoint.reader import Checkpoint, CheckpointError, dense_faults
 from vllm_tilequant.checkpoint.verify import verify
 from vllm_tilequant.kernels import layout
 
@@ -133,6 +134,19 @@ def test_tensor_faults_are_named(folder, fault):
     edit_tensors(folder, change)
     with pytest.raises(CheckpointError, match=message):
         verify(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+def test_one_value_that_is_not_finite_is_found_anywhere(dtype):
+    bad = [float("nan")] if dtype == torch.float8_e4m3fn else [float("nan"), float("inf"), -float("inf")]
+    for size in (1, 7, 64, 1000, 70_001):
+        sound = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+        assert dense_faults("t", sound) == []
+        for value, place in itertools.product(bad, {0, size // 3, size // 2, size - 1}):
+            tensor = sound.clone()
+            tensor[place] = value
+            assert dense_faults("t", tensor) == ["t is not finite"]
+    assert dense_faults("t", torch.empty(0, 3, dtype=dtype)) == []
 
 
 def test_two_bit_tiles_keep_their_second_plane_empty(tmp_path):
