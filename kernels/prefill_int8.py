@@ -92,13 +92,29 @@ def prepare(w: PackedWeight, decode: DecodeWeight, *, smoothing: Tensor | None =
         smoothing = None if bool((smoothing == 1).all()) else smoothing.to(device)
     rotation = _rotations(decode.table)
     index = decode.transform.where(decode.transform != IDENTITY, rotation.shape[0] - 1)
+    if device.type == "cuda":
+        from vllm_tilequant.kernels import prefill_triton
+
+        largest, of_block = prefill_triton.largest(decode, rotation, index, smoothing)
+    else:
+        largest, of_block = _largest(w, rotation, index, smoothing)
+    scale = largest.clamp_min(SMALLEST) / torch.full((), 127.0, dtype=torch.float32, device=device)
+    ones = torch.ones((), dtype=torch.float32, device=device)
+    extra = () if smoothing is None else (smoothing, ones / smoothing)
+    block = _block(of_block, w, decode, smoothing)
+    return PrefillWeight(scale[:, None], coarse(ones / scale)[:, None], rotation, index, *block, *extra)
+
+
+def _largest(w: PackedWeight, rotation: Tensor, index: Tensor, smoothing: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`prefill_triton.largest` where there is no Triton."""
+    k, n = w.in_features, w.out_features
     per_tile = rotation.float()[index.long()].mT.contiguous()  # [N/64, n, n']
     codes = aligned_codes(w).view(k, -1, TILE)
     unit = (w.tile_scale * torch.exp2(w.tile_bits.float() - 8) / 8).T.contiguous()  # [K/64, N/64]
     # float32 said everywhere: vLLM sets the default dtype to the model's while it loads.
-    largest = torch.zeros(w.out_features, dtype=torch.float32, device=device)
-    of_block = torch.zeros(w.out_features // TILE, dtype=torch.float32, device=device)
-    step = max(TILE, 2**24 // w.out_features // TILE * TILE)  # some 64 MiB of float32 at a time
+    largest = torch.zeros(n, dtype=torch.float32)
+    of_block = torch.zeros(n // TILE, dtype=torch.float32)
+    step = max(TILE, 2**24 // n // TILE * TILE)  # some 64 MiB of float32 at a time
     for k0 in range(0, k, step):
         part = codes[k0 : k0 + step].transpose(0, 1).float() - 128  # [N/64, inputs, 64]
         sums = torch.bmm(part, per_tile)  # whole numbers up to 2^14: exact
@@ -106,11 +122,7 @@ def prepare(w: PackedWeight, decode: DecodeWeight, *, smoothing: Tensor | None =
         units = units if smoothing is None else units * smoothing[k0 : k0 + step, None]
         largest = torch.maximum(largest, (sums.abs() * units.T[..., None]).amax(1).view(-1))
         of_block = torch.maximum(of_block, (part.abs().amax(2) * (8 * units.T)).amax(1))
-    scale = largest.clamp_min(SMALLEST) / torch.full((), 127.0, dtype=torch.float32, device=device)
-    ones = torch.ones((), dtype=torch.float32, device=device)
-    extra = () if smoothing is None else (smoothing, ones / smoothing)
-    block = _block(of_block, w, decode, smoothing)
-    return PrefillWeight(scale[:, None], coarse(ones / scale)[:, None], rotation, index, *block, *extra)
+    return largest, of_block
 
 
 #: Inputs of an input tile in the order of the tensor core's operand, and pairs of every four of them that a register holds.

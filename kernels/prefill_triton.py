@@ -23,8 +23,8 @@ ROW_PAD = 128
 WHOLE_ROW = 16384
 #: Threads of a multiprocessor that so many registers leave room for.
 _RESIDENT_THREADS = 1024
-#: Input tiles of one program of `quantize_groups`.
-GROUPS = 8
+#: Input tiles of one program of `quantize_groups`, and of `largest`.
+GROUPS, _LARGEST_TILES = 8, 16
 _SMALLEST = tl.constexpr(SMALLEST)
 
 
@@ -82,6 +82,22 @@ def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, sm
         w.codes, w.meta, w.factor, rotation, index, inverse, inverse if smoothing is None else smoothing, out, k_tiles,
         SMOOTH=smoothing is not None, FUSED=out.device.type == "cuda", num_warps=4,
     )  # fmt: skip
+
+
+def largest(w: DecodeWeight, rotation: Tensor, index: Tensor, smoothing: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What weights of an output, times `smoothing`, reach at most, [N] float32; what codes of any of 64 outputs do, [N/64].
+
+    rotation, index: as in `expand`. The same bits as plain torch gives, from one read of the weight.
+    """
+    n_tiles, k_tiles, device = w.out_features // TILE, w.in_features // TILE, w.device
+    parts = -(-k_tiles // _LARGEST_TILES)
+    outputs = torch.empty(parts, w.out_features, dtype=torch.float32, device=device)
+    tiles = torch.empty(parts, n_tiles, dtype=torch.float32, device=device)
+    _largest_of[(n_tiles, parts)](
+        w.codes, w.meta, w.factor, rotation, index, outputs if smoothing is None else smoothing, outputs, tiles, k_tiles,
+        TILES=_LARGEST_TILES, SMOOTH=smoothing is not None, num_warps=4,
+    )  # fmt: skip
+    return outputs.amax(0), tiles.amax(0)
 
 
 def gemm(q: Tensor, scale: Tensor, codes: Tensor, unit: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -302,6 +318,32 @@ def _expand(
         unit = unit * tl.load(smoothing_ptr + kt * 64 + n)
     q = _round_product(sums * tl.load(inverse_ptr + nt * 64 + n)[None, :], tl.broadcast_to(unit[:, None], [64, 64]), FUSED)
     tl.store(out_ptr + (nt * 64 + n)[None, :].to(tl.int64) * (k_tiles * 64) + (kt * 64 + n)[:, None], q.to(tl.int8))
+
+
+@triton.jit
+def _largest_of(
+    code_ptr, meta_ptr, factor_ptr, rotation_ptr, index_ptr, smoothing_ptr, outputs_ptr, tiles_ptr, k_tiles,
+    TILES: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    nt = tl.program_id(0)
+    part = tl.program_id(1)
+    n = tl.arange(0, 64)
+    rotation = tl.load(rotation_ptr + tl.load(index_ptr + nt).to(tl.int32) * 4096 + n[None, :] * 64 + n[:, None])  # [n, n']
+    of_output = tl.zeros([64], tl.float32)
+    of_input = tl.zeros([64], tl.float32)
+    kt = part * TILES
+    while kt < tl.minimum(part * TILES + TILES, k_tiles):
+        at = (nt // 8).to(tl.int64) * k_tiles + kt
+        codes = _codes(code_ptr, meta_ptr, at, nt % 8, n)  # [64 k, 64 n]
+        sums = tl.abs(tl.dot(codes, rotation, out_dtype=tl.int32)).to(tl.float32)  # [64 k, 64 n'], exact
+        unit = tl.zeros([64], tl.float32) + tl.load(factor_ptr + at * 8 + nt % 8) * 0.25
+        if SMOOTH:
+            unit = unit * tl.load(smoothing_ptr + kt * 64 + n)
+        of_output = tl.maximum(of_output, tl.max(sums * unit[:, None], 0))
+        of_input = tl.maximum(of_input, tl.max(tl.abs(codes.to(tl.int32)), 1).to(tl.float32) * (8 * unit))
+        kt += 1
+    tl.store(outputs_ptr + (part * tl.num_programs(0) + nt).to(tl.int64) * 64 + n, of_output)
+    tl.store(tiles_ptr + part * tl.num_programs(0) + nt, tl.max(of_input, 0))
 
 
 @triton.jit(do_not_specialize=["m"])

@@ -40,6 +40,33 @@ def test_the_interpreter_runs_the_same_kernels(shape, kind, m, dtype, smooth):
         check(make_case(*shape, kind), m, dtype, "cpu", path="triton", activation=activation, smooth=smooth)
 
 
+def scales_at_load_are_those_of_plain_torch(device, shape, kind, smooth):
+    """What Triton finds in one read of the decode form, and torch in the checkpoint's."""
+    from vllm_tilequant.kernels import prefill_triton
+
+    packed, w, p = served(make_case(*shape, kind), "cpu", smooth)
+    poison_allocator(device)
+    tables = [None if t is None else t.to(device) for t in (p.rotation, p.index, p.smoothing)]
+    got = prefill_triton.largest(w.to(device), *tables)
+    for t, wanted in zip(got, prefill_int8._largest(packed, p.rotation, p.index, p.smoothing), strict=True):
+        assert torch.equal(t.cpu(), wanted)
+
+
+SCALED = [((64, 64), "all8", True), ((576, 1088), "mixed2468", True), ((192, 1024), "mixed48", False)]
+
+
+@interpreted
+@pytest.mark.parametrize(("shape", "kind", "smooth"), SCALED)
+def test_scales_at_load_are_those_of_plain_torch(shape, kind, smooth):
+    scales_at_load_are_those_of_plain_torch("cpu", shape, kind, smooth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "kind", "smooth"), [*SCALED, ((4096, 4096), "mixed48", True)])
+def test_a_gpu_finds_the_same_scales_at_load(shape, kind, smooth):
+    scales_at_load_are_those_of_plain_torch("cuda", shape, kind, smooth)
+
+
 def kept_codes_serve_any_rows(case, device, path):
     """What a long product gives, bit for bit, with as few rows as would otherwise be short."""
     n, k = case.codes.shape
