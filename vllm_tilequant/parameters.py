@@ -222,8 +222,10 @@ class LayerLoading:
             rows += self.extensions[part].shape[0]
         bits = layer.get_parameter(s.MAP).data
         starts = (starts & _ROW_MASK) + torch.tensor(offsets, dtype=torch.int64, device="cpu")[starts >> _SHIFT]
-        joined = torch.cat([self.extensions[part] for part in range(len(self.members))])
-        return self._loaded(layout.gather_extension(joined, starts, bits.cpu()).to(bits.device))
+        parts = [self.extensions[part].to(bits.device) for part in range(len(self.members))]
+        if len(parts) == 1:
+            return self._loaded(parts[0])  # `_cut` left it in the order of its map
+        return self._loaded(layout.gather_extension(torch.cat(parts), starts.to(bits.device), bits))
 
     def finish_saved(self, where: str) -> LoadedLayer:
         """What vLLM has copied straight into the parameters from a sharded state, judged as what comes through the loaders is.
@@ -379,9 +381,13 @@ class LayerLoading:
         codes = self.starts.data
         rows = ((codes >> _SHIFT) == part).all(1)  # a tile row belongs to one member
         bits = self.layer.get_parameter(s.MAP).data.cpu()[rows]
-        full = self.stash.pop(part).cpu()
-        self.extensions[part] = layout.gather_extension(full, codes[rows] & _ROW_MASK, bits)
-        codes[rows] = layout.extension_starts(bits) | part << _SHIFT
+        full, starts, own = self.stash.pop(part), codes[rows] & _ROW_MASK, layout.extension_starts(bits)
+        whole = full.shape[0] == int(layout.extension_rows_per_tile(bits).sum()) and torch.equal(starts, own)
+        if not whole:
+            full = layout.gather_extension(full.cpu(), starts, bits)
+        # Where it will be wanted: on the host its next copies would take longer than reading it.
+        self.extensions[part] = full.to(self.layer.get_parameter(s.MAP).device, copy=True)
+        codes[rows] = own | part << _SHIFT
 
 
 def _weakly(call: Callable[..., None]) -> Callable[..., None]:
