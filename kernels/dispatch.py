@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,6 +48,26 @@ def portable_reason(n: int, k: int, dtype: torch.dtype, device: torch.device, ac
     return unsupported_reason(DecodeSpec(n, k, dtype, device_capability(device)))
 
 
+@functools.cache
+def check_ahead(device: torch.device) -> Future[None] | None:
+    """Compile and try a GPU's kernels from now on, in a thread: a server reads its weights meanwhile, and `prepare` waits.
+
+    device: with its index. None where there is nothing to do.
+    """
+    if device.type != "cuda":
+        return None
+
+    def check() -> None:
+        with torch.cuda.device(device):
+            decode_bitplane.device_path(device)
+            prefill_int8.device_path(device)
+
+    pool = ThreadPoolExecutor(1, "tilequant-check")
+    future = pool.submit(check)
+    pool.shutdown(wait=False)
+    return future
+
+
 def prepare(
     w: PackedWeight,
     transforms: Tensor,
@@ -65,6 +87,8 @@ def prepare(
     if portable_reason(n, k, dtype, device, activation) is not None:
         dense = portable.dequantize(replace(w, input_rotation=None), transforms, dtype)
         return LinearWeight(dense, portable.prepare(w, transforms), w.input_rotation)
+    if (checked := check_ahead(device)) is not None:
+        checked.result()
     # Now: a captured graph must not meet the compiler. Rotated activations of the graded product are float32.
     graded = decode_bitplane.prepare(w, transforms)
     decode_bitplane.make_ready(graded, dtype if w.input_rotation is None else torch.float32)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cases import ROWS, THRESHOLDS, TRANSFORMS, make_case, make_rows
+from cases import ROWS, THRESHOLDS, TRANSFORMS, default_dtype, make_case, make_rows
 from tolerances import OUTPUT_RMS, poison_allocator, relative_rms
 from vllm_tilequant import ops
 from vllm_tilequant.kernels import decode_weight, layout, prefill_int8, reference
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
-from vllm_tilequant.kernels.dispatch import LinearWeight, portable_reason, prepare
+from vllm_tilequant.kernels.dispatch import LinearWeight, check_ahead, portable_reason, prepare
 from vllm_tilequant.ops import tile_linear
 from vllm_tilequant.schema import Transform
 
@@ -220,3 +220,27 @@ def test_a_compiled_model_still_chooses_by_rows(device):
     for m in (20, 9, 8, 3):
         x = make_rows(m, 320).to(device)
         assert torch.equal(graph(x), call(x, w, None, thresholds))
+
+
+def test_a_check_ahead_is_only_of_gpus():
+    assert check_ahead(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+def test_what_a_check_ahead_meets_is_raised_where_it_is_waited_for(monkeypatch):
+    """Whatever the default dtype is meanwhile, and once for all layers."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    check_ahead.cache_clear()
+    with default_dtype(torch.bfloat16):
+        check_ahead(device).result()
+        assert check_ahead(device) is check_ahead(device)
+
+    def broken(device):
+        raise RuntimeError("no such kernel")
+
+    check_ahead.cache_clear()
+    monkeypatch.setattr(prefill_int8, "device_path", broken)
+    check_ahead(device)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        served(128, 128, device, torch.bfloat16)
+    check_ahead.cache_clear()

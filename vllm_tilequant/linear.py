@@ -12,11 +12,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from vllm_tilequant import ops
 from vllm_tilequant.kernels.decode_weight import DecodeWeight
-from vllm_tilequant.kernels.dispatch import prepare
+from vllm_tilequant.kernels.dispatch import check_ahead, prepare
 from vllm_tilequant.kernels.layout import rotation_table, smoothing_values
 from vllm_tilequant.kernels.portable import PortableWeight
 from vllm_tilequant.parameters import LayerLoading, Member
-from vllm_tilequant.schema import NEVER, PROFILE_FULL, PROFILE_OFF, TILE
+from vllm_tilequant.schema import NEVER, PLANE0, PROFILE_FULL, PROFILE_OFF, TILE
 from vllm_tilequant.state import state_hook
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class TileQuantLinearMethod(LinearMethodBase):
         layer.register_state_dict_post_hook(state_hook)
         layer.tilequant_loading = loading
         layer.tilequant_dtype = params_dtype
+        check_ahead(layer.get_parameter(PLANE0).device)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Turn what was loaded into what `apply` reads. Raises `ValueError` listing every tensor that did not arrive.
