@@ -7,10 +7,11 @@ Weights are random (`synthetic.py`), all settings equal, CUDA graphs on where th
 measured and, as vLLM itself would, for a prompt of up to twice `max_num_seqs`. One engine serves every profile and batch of a
 method. Times are medians, of answers of one token over nine requests at least. The thresholds of a profile are scaled until the
 loaded bits, counted in the same engine from the activations of decode steps outside of graphs, meet its name; `loaded_bits` of
-a batch is what its rows want together, and empty where they run at stored precision. `weights_s` is what vLLM says it took to
-load and prepare the weights; with `--stored` bf16 has some to load too (else they are made up), freshly written as ours are. A
-method that cannot run is named at the end, never estimated. Writes `benchmarks/results/e2e.<device>.json`. Runs in the serving
-environment.
+a batch is what its rows want together, and empty where they run at stored precision. `--overlap` sets an option of Inductor's,
+`triton.enable_pdl`, for every method (docs/performance.md). `weights_s` is what vLLM says it took to load and prepare the
+weights; with `--stored` bf16 has some to load too (else they are made up), freshly written as ours are. A method that cannot
+run is named at the end, never estimated. Writes `benchmarks/results/e2e.<device>.json`, or `e2e_overlap.<device>.json`. Runs in
+the serving environment.
 """
 
 from __future__ import annotations
@@ -289,7 +290,10 @@ def measure(
     options |= {"max_model_len": max(args.long or 0, args.prompt + args.output_tokens) + 64, **SETTINGS, **engine}
     options |= {"tensor_parallel_size": tp}
     # No graph that nothing here replays, and the same room for keys and values for all: a start is most of a method's time.
-    graphs = {"compilation_config": {"cudagraph_capture_sizes": captured(args.batch, args.prompt)}}
+    compilation: dict[str, Any] = {"cudagraph_capture_sizes": captured(args.batch, args.prompt)}
+    if args.overlap:
+        compilation["inductor_compile_config"] = {"triton.enable_pdl": True}
+    graphs = {"compilation_config": compilation}
     room = {"kv_cache_memory_bytes": KV_BYTES, "gpu_memory_utilization": 0.6 if turn is None else 0.2}
     options |= {"enforce_eager": True} if device == "cpu" else graphs | room
     options["load_format"] = "auto" if stores(args, method) else "dummy"
@@ -314,7 +318,7 @@ def measure(
         "load_s": got["load_s"] if turn is None else None,
         "weights_s": float(said[1]) if said and turn is None and stores(args, method) else None,
         "stored_gib": sum(p.stat().st_size for p in folder.glob("*.safetensors")) / 2**30 or None,
-        "repeats": args.repeats, **SETTINGS,
+        "repeats": args.repeats, "overlap": args.overlap, **SETTINGS,
     }  # fmt: skip
     return [{"model": shape.name, "method": method} | row | common for row in got["rows"]]
 
@@ -354,6 +358,7 @@ def add_load(parser: argparse.ArgumentParser, batch: list[int], long: int | None
     parser.add_argument("--long", type=int, default=long, help="prompt of the row for the first token")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stored", action="store_true", help="write weights for bf16 too, and load them")
+    parser.add_argument("--overlap", action="store_true", help="let Inductor launch its kernels before their predecessors end")
     parser.add_argument("--trace", type=Path, help="file for what every kernel takes of a step, as profile_step.py writes it")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
@@ -372,7 +377,8 @@ def main() -> int:
         run_engine(json.loads(args.engine), args.output)
         return 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    path, rows, missing = args.json or report.default_path("e2e", device), [], {}
+    stem = "e2e_overlap" if args.overlap else "e2e"
+    path, rows, missing = args.json or report.default_path(stem, device), [], {}
     args.folder.mkdir(parents=True, exist_ok=True)
     for method, measured in (together if args.together else one_by_one)(args, device, TINY if args.tiny else BIG):
         try:
@@ -388,7 +394,7 @@ def main() -> int:
         missing |= {f"profile {p}": f"{bits:.2f} bits are loaded, not within {NEAR_BITS} of it" for p, bits in far.items()}
         found = [row for row in found if row["profile"] not in far]
         rows += found
-        report.write(path, report.envelope("e2e", device, rows))
+        report.write(path, report.envelope(stem, device, rows))
         print(report.table(found, COLUMNS), flush=True)
     for method, why in missing.items():
         print(f"not measured: {method}: {why}")

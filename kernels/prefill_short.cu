@@ -130,6 +130,7 @@ struct Reader {
     __device__ __forceinline__ void fill() {
         for (int s = 0; s < min(steps, STAGES); ++s) read_weight(s, s);  // the weight may be read before the rows are there
         wait_for_inputs();
+        let_next_start();
         for (int s = 0; s < min(steps, STAGES); ++s) read_rows(s, s);
     }
 
@@ -307,7 +308,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) short_rows(const
     const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + STAGES * 8;
     Step* ready = (Step*)(shared + STEPS_AT);
     Finish& finish = *(Finish*)(shared + FINISH_AT);
-    let_next_start();
     if (threadIdx.x < STAGES) {
         barrier_init(full + threadIdx.x * 8, READING + 1);
         barrier_init(empty + threadIdx.x * 8, WARPS);

@@ -50,6 +50,8 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 
 // Programmatic dependent launch: wait for the kernel before; let the kernel after start.
 __device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The last launch of a product says so after it has waited: whatever starts then, others' kernels too, finds all done that was launched before
+// the one that is waited for, without waiting itself. A launch in front of it may say so at once.
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Four 8 x 8 matrices of 16-bit elements, a lane's address being that of a row, transposed: lane (g, c) gets elements (2c, g) and
