@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import Tensor
@@ -407,7 +408,7 @@ def payload_faults(
     """
     faults = []
     if (bits := tensors.get(MAP)) is not None:
-        found = {int(b): int(c) for b, c in zip(*bits.unique(return_counts=True), strict=True)}
+        found = {b: c for b, c in enumerate(torch.bincount(bits.reshape(-1)).tolist()) if c}
         if unknown := sorted(set(found) - set(TILE_BITS)):
             faults.append(f"{MAP} holds {unknown}, wanted {TILE_BITS}")
         elif part and any(c > tile_counts.get(b, 0) for b, c in found.items()):
@@ -420,10 +421,12 @@ def payload_faults(
             if bool(((words != 0).any(3).any(1) & narrow.T).any()):
                 faults.append(f"{PLANE1} is not empty under 2-bit tiles")
     if (scale := tensors.get(SCALE)) is not None:
-        if bool((bad := ~(scale.isfinite() & (scale > 0))).any()):
+        least, most = (float(end) for end in torch.aminmax(scale))  # both are NaN if an entry is
+        if not (least > 0 and most < inf):
+            bad = ~(scale.isfinite() & (scale > 0))
             faults.append(f"{SCALE} holds {int(bad.sum())} entries that are not finite and > 0")
-        elif bool((scale > MAX_SCALE).any()):
-            faults.append(f"{SCALE} holds {float(scale.max()):.4g}, wanted at most 2^64")
+        elif most > MAX_SCALE:
+            faults.append(f"{SCALE} holds {most:.4g}, wanted at most 2^64")
     if (index := tensors.get(OUTPUT_TRANSFORM)) is not None and bool((index.long() >= n_transforms).any()):
         faults.append(f"{OUTPUT_TRANSFORM} holds {int(index.max())}, the checkpoint has {n_transforms} transforms")
     if (t := tensors.get(THRESHOLDS)) is not None and not bool(t.isfinite().all() and (t[:, 1:] >= t[:, :-1]).all()):
