@@ -36,6 +36,7 @@ from vllm_tilequant.kernels.tuning import (
     decode_config,
     default_config,
     dense_geometry,
+    divisor,
     gpu_key,
     multiprocessors,
     per_chain,
@@ -49,7 +50,7 @@ __all__ = ["DecodeWeight", "decode_linear", "decode_sums", "make_ready", "prepar
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_PARTS = ("ptx", "rows", "finish", "cluster", "inputs", "dense")
+_PARTS = ("ptx", "rows", "finish", "stream", "cluster", "inputs", "dense")
 _HEADERS = (_SOURCE.with_name("ptx.cu"), *(_SOURCE.with_name(f"decode_{part}.cu") for part in _PARTS))
 _BIAS_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 #: Programmatic dependent launch: the kernel may be launched while its predecessor ends; it waits before it reads anything.
@@ -69,7 +70,8 @@ class _Args(ctypes.Structure):
         ),
         *((name, ctypes.c_uint) for name in ("ring", "most_items")),
         ("prepared", ctypes.c_void_p),
-        *((name, ctypes.c_uint) for name in ("items", "places", "chains")),
+        *((name, ctypes.c_uint) for name in ("items", "places", "chains", "of_parts", "of_tiles", "of_chains")),
+        ("policy", ctypes.c_ulonglong),
         *((name, ctypes.c_void_p) for name in ("partial", "carried", "arrivals")),
     ]
 
@@ -79,6 +81,9 @@ class _DenseArgs(ctypes.Structure):
 
     _fields_ = [("planes", ctypes.c_ubyte * 128), ("args", _Args), ("padding", ctypes.c_ubyte * 64)]
 
+
+#: Policy of the L2 cache for a stream's weight, which the next launch does not find there anyway: evicted first.
+_EVICTED_FIRST = 0x12F0000000000000
 
 #: Of the stream that is checked at load.
 _CHECKED_CTAS = 5
@@ -329,6 +334,8 @@ def _launch_stream(args: _Args, module: Module, x: Tensor, w: DecodeWeight, out:
         raise ValueError(f"out has strides {list(out.stride())}, wanted rows on 16-byte borders: pass a contiguous tensor")
     cut = stream_geometry(args.rows, args.n_tiles, args.k_tiles, config, multiprocessors(x.device))
     args.tiles_per_warp, args.chains, args.items, args.places = cut.per_chain, config.chains, cut.items, cut.places
+    args.of_parts, args.of_tiles, args.of_chains = (divisor(d) for d in (cut.grid, args.k_tiles, config.chains))
+    args.policy = _EVICTED_FIRST
     args.arrivals = w.arrivals.data_ptr()
     if not cut.few:
         held = 4 if args.rows <= 4 else 8  # rows that the kernel is compiled for

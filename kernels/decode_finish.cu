@@ -155,31 +155,32 @@ __device__ __forceinline__ void exchange(const Args& args, int first_block, int 
 // One and two rows: where in a warp's sums the accumulators number `quad` of a lane lie, so that neither those who write nor `own_sum` meet
 // in a bank.
 template <int ROWS>
-__device__ __forceinline__ int place_of(int quad, int lane) { return quad * 32 + (lane ^ (ROWS == 1 ? (quad & 1) << 2 : (quad & 3) << 1)); }
+__device__ __forceinline__ int place_of(int quad, int lane) { return quad * 32 + (lane ^ (ROWS == 1 ? (quad & 1) << 2 | (quad & 2) : (quad & 3) << 1)); }
 
-// One and two rows: of a tile, the sum of the warps `mine` in ascending order, a float4 to a lane, where `restore` wants it. sums: [warps] of
-// `bytes`, each [QUADS][32] accumulators of the tensor core; ended: the same of a block that ends inside a run, for warps `beyond`. have: all
-// that some lane wants.
+// One and two rows: of a tile, the sum of the warps `mine` in ascending order, a float4 to a lane, where `restore` wants it. sums:
+// [warps] of `bytes`, each [QUADS][32] accumulators of the tensor core; ended: the same of a block that ends inside a run, for warps `beyond`.
 template <int ROWS>
-__device__ __forceinline__ float4 own_sum(const u8* sums, int bytes, const float4* ended, u32 have, u32 mine, u32 beyond, int tile, int lane) {
-    const int l = lane & 15, quad = (ROWS == 1 ? l >> 3 : l >> 2) * 2 + (l >> 1 & 1), c = (ROWS == 1 ? l >> 2 & 1 : lane >> 4) * 2 + (l & 1);
-    const int at = place_of<ROWS>(quad, tile * 4 + c);
+__device__ __forceinline__ float4 own_sum(const u8* sums, int bytes, const float4* ended, u32 mine, u32 beyond, int tile, int lane) {
+    constexpr int BATCH = 8;
+    const int l = lane & 15, quad = (ROWS == 1 ? l >> 2 & 1 : l >> 2) * 2 + (l >> 1 & 1), c = (ROWS == 1 ? l >> 3 : lane >> 4) * 2 + (l & 1);
+    const int at = place_of<ROWS>(quad, tile * 4 + c), first = max(0, __ffs(mine) - 1), span = 32 - __clz(mine) - first;
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-    for (int w = __ffs(have) - 1; have >> w; w += 4) {
-        float4 more[4];
+    for (int i = 0; __any_sync(FULL, i < span); i += BATCH) {
+        float4 more[BATCH];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            more[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-            const float4* held = beyond >> (w + i) & 1 ? ended : (const float4*)(sums + (w + i) * bytes);
-            if (mine >> (w + i) & 1) more[i] = held[at];
+        for (int u = 0; u < BATCH; ++u) {
+            const int w = first + i + u;
+            more[u] = make_float4(0.f, 0.f, 0.f, 0.f);
+            const float4* held = beyond >> w & 1 ? ended : (const float4*)(sums + w * bytes);
+            if (mine >> w & 1) more[u] = held[at];  // warps with no item may be among them
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            v.x += more[i].x;
-            v.y += more[i].y;
-            v.z += more[i].z;
-            v.w += more[i].w;
+        for (int u = 0; u < BATCH; ++u) {
+            v.x += more[u].x;
+            v.y += more[u].y;
+            v.z += more[u].z;
+            v.w += more[u].w;
         }
     }
     return v;
@@ -199,18 +200,20 @@ struct Stretch {
 
     __device__ __forceinline__ Stretch(const Args& args, int parts, int warp, int warps) {
         const u32 cut = gridDim.x * parts;
-        auto begin = [&](u32 part) { return part * args.items / cut; };
-        chains = warps / parts;
+        auto begin = [&](u32 part) { return divide_by(part * args.items, args.of_parts); };
+        chains = parts == 2 ? warps >> 1 : warps;
         first_part = blockIdx.x * parts;
         first = begin(first_part);
         count = begin(first_part + parts) - first;
-        const u32 part = first_part + warp / chains, part_count = begin(part + 1) - begin(part), chain = warp % chains;
-        item_first = begin(part) + chain * part_count / chains;
-        mine = begin(part) + (chain + 1) * part_count / chains - item_first;
-        first_block = first / args.k_tiles;
-        last_block = (first + count - 1) / args.k_tiles;
+        const int second = warp >= chains;
+        const u32 part = first_part + second, part_first = begin(part), part_count = begin(part + 1) - part_first, chain = warp - second * chains;
+        auto run = [&](u32 chain) { return part_first + divide_by(chain * part_count, args.of_chains); };
+        item_first = run(chain);
+        mine = run(chain + 1) - item_first;
+        first_block = divide_by(first, args.of_tiles);
+        last_block = divide_by(first + count - 1, args.of_tiles);
         others = max(0, (int)(first_part - (first_block * args.k_tiles * cut + cut - 1) / args.items));
-        open = (first + count) % args.k_tiles != 0;
+        open = first + count != (last_block + 1) * args.k_tiles;
     }
     __device__ __forceinline__ int closed() const { return last_block - first_block + !open; }
     // The first tile that a warp finishes, of all of the closed blocks. `hand_on` has the tiles of an open one before.
@@ -245,7 +248,7 @@ __device__ __forceinline__ void hand_on(const Args& args, const Stretch& cta, co
             else
                 mine = half == (before & 1) ? (of_first ? of_first : of_second) : of_first ? of_second : 0;
         }
-        const float4 own = own_sum<ROWS>(sums, bytes, ended + place * ROWS * 128, have, mine, beyond, tile, lane);
+        const float4 own = own_sum<ROWS>(sums, bytes, ended + place * ROWS * 128, mine, beyond, tile, lane);
         const int offset = (ROWS == 1 ? 0 : half * 512) + tile * 64 + column;
         if (task < handed_on) {
             if (mine)

@@ -120,7 +120,7 @@ struct Preparation {
         }
 #pragma unroll
         for (int bit = 1; bit < LANES; bit <<= 1) most = max(most, __shfl_xor_sync(FULL, most, bit));
-        const Scale o = scale_of(__uint_as_float(most));
+        const Scale o = scale_of(__uint_as_float(most), nearly_1_over_127());
         int q[2 * PAIRS];
 #pragma unroll
         for (int i = 0; i < 2 * PAIRS; ++i) q[i] = __float2int_rn(divide(v[i], o.scale, o.reciprocal));

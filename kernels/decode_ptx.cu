@@ -3,7 +3,23 @@
 #include "ptx.cu"
 
 __device__ __forceinline__ void copy_16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
+// Four copies of 16 bytes: of rows `row0` and `row1` of two halves of a step, to `to0` and `to1`, and 1024 bytes further. Each is made where its row is
+// below the half's `count`; where `bytes` is 0 and not 16 it is of zeros. policy: of the L2 cache.
+__device__ __forceinline__ void copy_some(u32 to0, u32 to1, const u8* a0, const u8* a1, const u8* b0, const u8* b1, u32 row0, u32 row1, u32 count_a, u32 count_b, u32 bytes_a, u32 bytes_b, u64 policy) {
+    asm volatile(
+        "{.reg .pred p<4>;\n"
+        "setp.lt.u32 p0, %6, %8;\nsetp.lt.u32 p1, %7, %8;\nsetp.lt.u32 p2, %6, %9;\nsetp.lt.u32 p3, %7, %9;\n"
+        "@p0 cp.async.cg.shared.global.L2::cache_hint [%0], [%2], 16, %10, %12;\n"
+        "@p1 cp.async.cg.shared.global.L2::cache_hint [%1], [%3], 16, %10, %12;\n"
+        "@p2 cp.async.cg.shared.global.L2::cache_hint [%0 + 1024], [%4], 16, %11, %12;\n"
+        "@p3 cp.async.cg.shared.global.L2::cache_hint [%1 + 1024], [%5], 16, %11, %12;}" ::"r"(to0),
+        "r"(to1), "l"(a0), "l"(a1), "l"(b0), "l"(b1), "r"(row0), "r"(row1), "r"(count_a), "r"(count_b), "r"(bytes_a), "r"(bytes_b), "l"(policy)
+        : "memory");
+}
 __device__ __forceinline__ void prefetch_map(const Map& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
+// n / d, where n * d < 2^32. by: 2^32 / d rounded down, and one more; 0 for d = 1
+__device__ __forceinline__ u32 divide_by(u32 n, u32 by) { return by ? __umulhi(n, by) : n; }
 
 // Into the shared memory of CTA `rank` of the cluster, at the place that `at` is in this one.
 __device__ __forceinline__ u32 address_in(u32 at, u32 rank) {

@@ -248,11 +248,11 @@ def stream_geometry(rows: int, n_tiles: int, k_tiles: int, config: StreamConfig,
     most = -(-items // grid)
     places = min(-(-(most * parts - 1) // k_tiles) + 1, most * parts)
     per_chain = -(-most // config.chains)
-    fits = places <= _MOST_PLACES and per_chain <= _MOST_PER_CHAIN and items * (grid + 1) < 2**32
+    fits = places <= _MOST_PLACES and per_chain <= _MOST_PER_CHAIN and items * max(grid * (grid + 1), k_tiles) < 2**32
     few, shared = rows <= 2, 0
     if few:
         sums, stages = rows * 2048, config.stages * 2048
-        kept = per_chain * (_up(132 + 276 * rows) + 48) + (per_chain * 16 + config.stages - 1) * 16
+        kept = per_chain * (_up(256 + 276 * rows) + 48) + (per_chain * 16 + config.stages - 1) * 16
         warps = config.chains * parts
         shared = warps * ((sums + stages if per_chain > 1 else max(sums, stages)) + kept)
         shared += (places - 1) * sums + _up(4 * (warps + 2))
@@ -315,6 +315,11 @@ def dense_geometry(
             f"{ring} bytes of {gpu.cta_bytes} to a ring that wants {largest}: take more CTAs (fewer parts)"
         )
     return DenseGeometry(held, grid, cluster, most, ring, ring + kept, prepared)
+
+
+def divisor(d: int) -> int:
+    """What `divide_by` of the CUDA sources wants for quotients by d."""
+    return 2**32 // d + 1 if d > 1 else 0
 
 
 def _up(size: int) -> int:

@@ -21,6 +21,7 @@ from vllm_tilequant.kernels.tuning import (
     cuda_geometry,
     default_config,
     dense_geometry,
+    divisor,
     dump,
     gpu_key,
     stream_geometry,
@@ -145,6 +146,18 @@ def many_rows(rows: int, n: int, k: int, config: DecodeConfig | StreamConfig) ->
     return dense
 
 
+def divide_by(n: int, by: int) -> int:
+    """As the CUDA sources do it."""
+    return n * by >> 32 if by else n
+
+
+def test_quotients_without_a_division():
+    for d in (1, 2, 3, 7, 11, 22, 64, 80, 132, 264, 1000, 65535):
+        most = (2**32 - 1) // d
+        for n in {0, 1, d - 1, d, most, most - 1, *(most // d * d - i for i in range(3)), *range(most // 3, most // 3 + 50)}:
+            assert divide_by(n, divisor(d)) == n // d, (n, d)
+
+
 def streams(n: int, k: int, config: StreamConfig) -> None:
     """Every item once, every CTA as many as its neighbours, and a launch that the GPU can hold."""
     items = -(-n // 512) * (k // 64)
@@ -154,7 +167,8 @@ def streams(n: int, k: int, config: StreamConfig) -> None:
         assert cut.few or rows > 1
         if not cut.few:
             assert many_rows(rows, n, k, config).most_items == cut.most_items
-        borders = [i * items // cut.grid for i in range(cut.grid + 1)]
+        borders = [divide_by(i * items, divisor(cut.grid)) for i in range(cut.grid + 1)]
+        assert borders == [i * items // cut.grid for i in range(cut.grid + 1)]
         lengths = {b - a for a, b in zip(borders, borders[1:], strict=False)}
         assert max(lengths) == cut.most_items and min(lengths) >= cut.most_items - 1 >= 0
         for first, end in zip(borders, borders[1:], strict=False):
