@@ -25,8 +25,13 @@ SHORT_TILES = 4
 #: Most memory for sums that CTAs of the short kernel hand each other in one launch.
 PARTS_BYTES = 2**26
 #: Of the expansion: CTAs that a multiprocessor holds, bytes of shared memory of one, further ones for every step, most steps.
-_EXPAND_RESIDENT, _EXPAND_BYTES = 2, 2 * (BLOCK_BYTES + 256) + BLOCK_TILES * (4096 + 512) + 2 * 8 * 8 * 4
+_EXPAND_RESIDENT, _EXPAND_BYTES = 2, 2 * (BLOCK_BYTES + 256) + BLOCK_TILES * (4096 + 512) + 2 * 8 * 8 * 4 + 16
 _STEP_BYTES, MOST_STEPS = 16 + BLOCK_TILES * 16, 64
+#: How rows and steps meet in the expansion's launch (`FORM` of prefill_expand.cu), each a compilation of its own: of the first,
+#: the longest row, and most steps of a CTA; of the others, inputs that a CTA looks at at once, in whole rows, and how often at
+#: least each does where rows go to whoever asks first.
+FEW, SOME, MANY = FORMS = tuple(range(3))
+_FEW_INPUTS, _FEW_STEPS, _LOOK_INPUTS, _MANY_LOOKS = 4096, 4, 16384, 7
 #: Inputs of rows that a CTA quantises in less than the time of a step.
 _INPUTS_OF_STEP = 32768
 #: Which compilation expands without rows, any of them being right.
@@ -56,6 +61,7 @@ class _Rows(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "unsmoothing", "q", "scale")),
         ("stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("count", "first_cta", "per_cta")),
+        ("asked", ctypes.c_void_p),
     ]
 
 
@@ -110,7 +116,7 @@ def shared_bytes(tokens: int) -> int:
 def kernels(dtype: torch.dtype) -> list[tuple[str, Callable[..., Module], tuple[object, ...]]]:
     """Names, modules and their arguments of what calls over rows of a dtype launch."""
     wanted: list[tuple[str, Callable[..., Module], tuple[object, ...]]] = [
-        ("expand", _expand_module, (rows,)) for rows in {_NO_ROWS, dtype} & set(DTYPES[:2])
+        ("expand", _expand_module, of) for of in {(_NO_ROWS, SOME), *((dtype, form) for form in FORMS if dtype in DTYPES[:2])}
     ]
     wanted += [("short_rows", _short_module, (dtype, tokens)) for tokens in TOKENS]
     return wanted
@@ -124,7 +130,7 @@ def takes_rows(x: Tensor) -> bool:
 
 def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, smoothing: Tensor | None, out: Tensor) -> None:
     args, grid = expand_args(w, rotation, index, inverse, smoothing, out, _ctas(w.device))
-    _launch_expand(args, grid, w.device, _NO_ROWS)
+    _launch_expand(args, grid, w.device, _NO_ROWS, SOME)
 
 
 def quantize_and_expand(
@@ -144,7 +150,7 @@ class Expansion:
     ) -> None:  # fmt: skip
         self.device, self.dtype, self.n_tiles, self.resident = w.device, dtype, w.out_features // TILE, _ctas(w.device)
         self.args, self.ctas = expand_args(w, rotation, index, inverse, smoothing, None, self.resident)
-        self.args.rows.unsmoothing = pointer(unsmoothing)
+        self.args.rows.unsmoothing, self.args.rows.asked = pointer(unsmoothing), rows_asked(w.device).data_ptr()
         self.most_steps = self.args.most_steps
 
     def __call__(self, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,10 +159,10 @@ class Expansion:
         args = ExpandArgs.from_buffer_copy(self.args)  # another thread may be here too
         args.out = out.data_ptr()
         rows = args.rows
-        grid, rows.first_cta, rows.per_cta = _rows_cut(m, k, self.n_tiles, self.most_steps, self.ctas, self.resident)
+        form, grid, rows.first_cta, rows.per_cta = _rows_cut(m, k, self.n_tiles, self.most_steps, self.ctas, self.resident)
         rows.x, rows.q, rows.scale = x.data_ptr(), q.data_ptr(), scale.data_ptr()
         rows.stride, rows.count = x.stride(0), m
-        _launch_expand(args, grid, self.device, self.dtype)
+        _launch_expand(args, grid, self.device, self.dtype, form)
         return q, scale
 
 
@@ -175,21 +181,35 @@ def expand_args(
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _rows_cut(m: int, k: int, n_tiles: int, most_steps: int, ctas: int, resident: int) -> tuple[int, int, int]:
-    """Of rows [m, k] beside the steps of `ctas` CTAs: how many CTAs there are then, the first that quantises rows, and how many
-    rows one of these takes. CTAs with a step less than others do it alone where they have the time."""
-    grid = max(ctas, min(m, resident))
+def _rows_cut(m: int, k: int, n_tiles: int, most_steps: int, ctas: int, resident: int) -> tuple[int, int, int, int]:
+    """Of rows [m, k] beside the steps of `ctas` CTAs: the form of the launch, how many CTAs there are then, the first that
+    quantises rows, and how many rows one of these takes. CTAs with a step less than others do it alone where they have the
+    time."""
+    grid, padded = max(ctas, min(m, resident)), max(2048, 1 << (k - 1).bit_length())
+    if -(-m // (_LOOK_INPUTS // padded)) >= _MANY_LOOKS * grid:
+        return MANY, grid, 0, 0
     full = -(-n_tiles // BLOCK_TILES) * (k // TILE) - (most_steps - 1) * ctas
     first = full if m * k <= _INPUTS_OF_STEP * (grid - full) else 0
-    return grid, first, -(-m // (grid - first))
+    return FEW if k <= _FEW_INPUTS and most_steps <= _FEW_STEPS else SOME, grid, first, -(-m // (grid - first))
+
+
+_asked: dict[torch.device, Tensor] = {}
+
+
+def rows_asked(device: torch.device) -> Tensor:
+    """Where CTAs of a launch with many rows count those that somebody asked for: 0 between launches, of the process, shared by
+    all layers, as the workspace is. Not for two streams at once."""
+    if device not in _asked:
+        _asked[device] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _asked[device]
 
 
 def _ctas(device: torch.device) -> int:
     return _EXPAND_RESIDENT * multiprocessors(device).count
 
 
-def _launch_expand(args: ExpandArgs, grid: int, device: torch.device, dtype: torch.dtype) -> None:
-    _expand_module(device, dtype).kernel("expand").launch(
+def _launch_expand(args: ExpandArgs, grid: int, device: torch.device, dtype: torch.dtype, form: int) -> None:
+    _expand_module(device, dtype, form).kernel("expand").launch(
         args, grid=grid, threads=THREADS, cluster=1, shared_bytes=_EXPAND_BYTES + _STEP_BYTES * args.most_steps,
         stream=current_stream(device), overlap=True,
     )  # fmt: skip
@@ -237,9 +257,9 @@ def weight_args(w: DecodeWeight) -> WeightArgs:
 
 
 @functools.cache
-def _expand_module(device: torch.device, dtype: torch.dtype) -> Module:
-    """dtype: of rows that are quantised in the same launch."""
-    return module("prefill_expand.cu", device, [f"XTYPE={DTYPES.index(dtype)}"])
+def _expand_module(device: torch.device, dtype: torch.dtype, form: int) -> Module:
+    """dtype: of rows that are quantised in the same launch; form: one of `FORMS`."""
+    return module("prefill_expand.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"FORM={form}"])
 
 
 @functools.cache

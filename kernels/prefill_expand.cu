@@ -14,6 +14,8 @@
 #include "prefill_planes.cu"
 
 constexpr int THREADS = 256, STAGES = 2;
+// FORM: how rows and steps meet. FEW: rows of up to 4,096 inputs; a CTA asks for its rows before its first step and quantises them in
+// registers. SOME: a CTA's rows before its steps, longer ones. MANY: steps first, then rows, which go to whoever asks first.
 #include "prefill_rows.cu"
 
 struct Args {
@@ -30,7 +32,7 @@ struct Args {
 // Shared memory: the ring, 8U and scales of every tile's outputs, smoothing of a step's 64 inputs, maxima of rows, and lists of what a
 // CTA has to do: `Step` for each step, then `Tile` for each of its 8 tiles.
 constexpr int ROTATION_AT = STAGES * BLOCK_BYTES, INVERSE_AT = ROTATION_AT + 8 * 4096, SMOOTHING_AT = INVERSE_AT + 8 * 512;
-constexpr int FOUND_AT = SMOOTHING_AT + STAGES * 256, LISTS_AT = FOUND_AT + 2 * SLOTS * WARPS * 4;
+constexpr int FOUND_AT = SMOOTHING_AT + STAGES * 256, LISTS_AT = FOUND_AT + 2 * SLOTS * WARPS * 4 + 16;
 
 struct __align__(16) Step {
     u32 at, units, counts, kt;  // block * k_tiles + kt; first unit of planes 2 and 3; tiles that have plane 2, and plane 3 (from bit 8)
@@ -64,14 +66,21 @@ struct Reader {
         asm("" : "+l"(dense), "+r"(channel), "+r"(rank), "+r"(to), "+r"(to_second));  // kept, not computed again at every step
     }
     __device__ __forceinline__ void load(uint4 step, u32 slot_bytes) const {
-        const u32 first = to + slot_bytes, second = to_second + slot_bytes, count2 = step.z & 255, count3 = step.z >> 8;
-        const u8* from = dense + (u64)step.x * (2 * PLANE_BYTES);
+        load_dense(step.x, slot_bytes);
+        load_others(step.y, step.z & 255, step.z >> 8, slot_bytes);
+    }
+    __device__ __forceinline__ void load_dense(u32 at, u32 slot_bytes) const {  // planes 0 and 1
+        const u32 first = to + slot_bytes, second = to_second + slot_bytes;
+        const u8* from = dense + (u64)at * (2 * PLANE_BYTES);
         copy16_to<0, 0>(first, from);
         copy16_to<0, PLANE_BYTES / 2>(second, from);
         copy16_to<PLANE_BYTES, PLANE_BYTES>(first, from);
         copy16_to<PLANE_BYTES, PLANE_BYTES + PLANE_BYTES / 2>(second, from);
-        if (rank < count2) compact<2 * PLANE_BYTES>(first, second, step.y + rank + channel * count2, count2);
-        if (rank < count3) compact<3 * PLANE_BYTES>(first, second, step.y + rank + 64 * count2 + channel * count3, count3);
+    }
+    __device__ __forceinline__ void load_others(u32 unit, u32 count2, u32 count3, u32 slot_bytes) const {
+        const u32 first = to + slot_bytes, second = to_second + slot_bytes;
+        if (rank < count2) compact<2 * PLANE_BYTES>(first, second, unit + rank + channel * count2, count2);
+        if (rank < count3) compact<3 * PLANE_BYTES>(first, second, unit + rank + 64 * count2 + channel * count3, count3);
     }
     template <int TO>
     __device__ __forceinline__ void compact(u32 first, u32 second, u32 unit, u32 count) const {
@@ -138,15 +147,20 @@ __device__ __forceinline__ void expand_tile(const u32 (&from)[4], bool has3, u32
     }
 }
 
-// 8U as lanes hold it in A, [m][step][lane], slots 4t..4t+3 (+ 16) of a step being outputs 16t + 4i + 2 step (+ 1), i = 0..3.
-__device__ __forceinline__ void load_rotation(const Args& args, u32 matrix, int lane, u32 rotation) {
+// 8U as lanes hold it in A, [m][step][lane], slots 4t..4t+3 (+ 16) of a step being outputs 16t + 4i + 2 step (+ 1), i = 0..3: a lane's
+// bytes of 8 rows are asked for, and put into shared memory when they are there.
+__device__ __forceinline__ void ask_for_rotation(const Args& args, u32 matrix, int lane, uint4 (&rows)[8]) {
     const u8* from = args.rotation + matrix * 4096 + (lane >> 2) * 64 + (lane & 3) * 16;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) rows[i] = *(const uint4*)(from + i * 512);
+}
+__device__ __forceinline__ void put_rotation(const uint4 (&rows)[8], u32 rotation) {
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
         u32 a[2][2][2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const uint4 row = *(const uint4*)(from + (16 * m + 8 * h) * 64);  // bytes 4i + j
+            const uint4 row = rows[2 * m + h];  // bytes 4i + j
             const u32 low01 = __byte_perm(row.x, row.y, 0x5140), low23 = __byte_perm(row.z, row.w, 0x5140);
             const u32 high01 = __byte_perm(row.x, row.y, 0x7362), high23 = __byte_perm(row.z, row.w, 0x7362);
             a[0][0][h] = __byte_perm(low01, low23, 0x5410);
@@ -164,73 +178,132 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) expand(const __grid_con
     extern __shared__ __align__(1024) u8 shared[];
     const int lane = threadIdx.x & 31, tile = threadIdx.x >> 5, k_tiles = args.w.k_tiles, n_tiles = args.w.n_tiles;
     const int all = (n_tiles + 7) / 8 * k_tiles, first = blockIdx.x, every = args.ctas, steps = first < min(all, every) ? (all - first + every - 1) / every : 0;
-    const u32 k = k_tiles * 64, ring = shared_address(shared);
+    const u32 k = k_tiles * 64, ring = shared_address(shared), list_at = ring + LISTS_AT, smoothing_at = ring + SMOOTHING_AT;
+    const Rows& rows = args.rows;
     let_next_start();
-
-    // Rows first: what a step needs arrives meanwhile.
-    const bool has_rows = (int)blockIdx.x >= args.rows.first_cta && (blockIdx.x - args.rows.first_cta) * args.rows.per_cta < args.rows.count;
-    const u32 by = ring + BLOCK_BYTES;  // over what is not yet in use
-    if (has_rows) load_factors(args.rows, k, by);
-    copy_commit();
 
     Step* list = (Step*)(shared + LISTS_AT);
     Tile* tiles = (Tile*)(list + args.most_steps);
-    for (int i = threadIdx.x; i < steps * 8; i += THREADS) {
-        const int s = i >> 3, own = i & 7, at = first + s * every, block = at / k_tiles, kt = at - block * k_tiles, nt = block * 8 + own;
-        const uint2 meta = args.w.meta[at];
-        const u32 below = (1u << own) - 1, has2 = meta.y & 255, has3 = meta.y >> 8 & 255;
+    struct Entry {
+        uint2 meta;
+        float factor;
+        u32 matrix;
+    };
+    const auto look = [&](int i) {  // of a tile of the list, what is known of it
+        const int at = first + (i >> 3) * every, nt = min(at / k_tiles * 8 + (i & 7), n_tiles - 1);
+        return Entry{args.w.meta[at], args.w.factor[(u64)at * 8 + (i & 7)], args.rotation_index[nt]};
+    };
+    const auto note = [&](int i, const Entry& found) {
+        const int own = i & 7, at = first + (i >> 3) * every, block = at / k_tiles, kt = at - block * k_tiles, nt = block * 8 + own;
+        const u32 below = (1u << own) - 1, has2 = found.meta.y & 255, has3 = found.meta.y >> 8 & 255;
         u32 bits = __popc(has2 & below) << 4 | __popc(has3 & below) << 12 | (has2 >> own & 1 ? HAS2 : 0) | (has3 >> own & 1 ? HAS3 : 0);
-        if (nt < n_tiles) bits |= EXISTS | args.rotation_index[nt] << 24;
-        tiles[i] = Tile{(u32)nt * 64 * k_tiles + kt, bits, args.w.factor[(u64)at * 8 + own] * 0.25f, min(nt, n_tiles - 1)};
-        if (own == 0) list[s] = Step{(u32)at, meta.x, __popc(has2) | __popc(has3) << 8, (u32)kt};
-    }
-    const u32 smoothing_at = ring + SMOOTHING_AT;
+        if (nt < n_tiles) bits |= EXISTS | found.matrix << 24;
+        tiles[i] = Tile{(u32)nt * 64 * k_tiles + kt, bits, found.factor * 0.25f, min(nt, n_tiles - 1)};
+        if (own == 0) list[i >> 3] = Step{(u32)at, found.meta.x, (u32)(__popc(has2) | __popc(has3) << 8), (u32)kt};
+    };
+    const bool smooths = args.smoothing && threadIdx.x < 16;
+    const auto load_smoothing = [&](u32 kt, u32 slot) {
+        if (smooths) copy16_to<0, 0>(smoothing_at + slot * 256 + threadIdx.x * 16, args.smoothing + kt * 64 + threadIdx.x * 4);
+    };
     if (!args.smoothing && threadIdx.x < STAGES * 64) store_shared(smoothing_at + threadIdx.x * 4, 0x3f800000);
+    const u32 rotation = ring + ROTATION_AT + tile * 4096 + lane * 16;
+    u32 held = ~0u;
+    const float* scales = args.inverse + (lane >> 3) * 16 + (lane & 7);
+    float low = 0, high = 0;  // 1 / scale of outputs lane % 8 + 16 (lane / 8) and 8 further
+#if FORM == MANY
+    const int row = first * (SLOTS >> chunks_log(k)), last = rows.count;
+#else
+    const int row = (first - rows.first_cta) * rows.per_cta, last = min(row + rows.per_cta, rows.count);
+    const bool has_rows = first >= rows.first_cta && row < last;
+#endif
+#if FORM == FEW
+    // What is asked for at a time arrives in this order, and the last of it late, as all CTAs ask now: first the small loads on which
+    // others depend, then rows, as there is something to compute, then the first step.
+    const int block = first / k_tiles, kt = first - block * k_tiles, nt = min(block * 8 + tile, n_tiles - 1);
+    uint2 meta = {};
+    Entry entry = {};
+    if (steps) meta = args.w.meta[first], held = args.rotation_index[nt];
+    if (threadIdx.x < steps * 8) entry = look(threadIdx.x);
+    if (steps) low = scales[(u64)nt * 64], high = scales[(u64)nt * 64 + 8];
+    uint4 next[SLOTS], factors[4], matrix[8];
+    wait_for_inputs();  // the workspace may still be read by the product before, and rows are not there
+    if (has_rows) ask_for(rows, k, row, last, chunks_log(k), next), ask_for_factors(rows, k, factors);
+    {
+        const Reader reader(args.w.codes, ring);
+        if (steps) ask_for_rotation(args, held, lane, matrix);
+        if (steps) reader.load_dense(first, 0), load_smoothing(kt, 0);
+        if (steps) reader.load_others(meta.x, __popc(meta.y & 255), __popc(meta.y >> 8 & 255), 0);
+    }
+    copy_commit();
+    for (int i = threadIdx.x; i < steps * 8; i += THREADS) {
+        if (i >= THREADS) entry = look(i);
+        note(i, entry);
+    }
+    if (has_rows) {
+        if (k > THREADS * 8)
+            quantize<1>(rows, k, row, last, 0, ring + FOUND_AT, next, factors);
+        else
+            quantize<0>(rows, k, row, last, 0, ring + FOUND_AT, next, factors);
+    }
+    if (steps) put_rotation(matrix, rotation);
     __syncthreads();
+#else
+    const u32 by = ring + BLOCK_BYTES;  // over what is not yet in use, or no longer
+#if FORM == SOME
+    if (has_rows) load_factors(rows, k, by);
+    copy_commit();
+#endif
+    for (int i = threadIdx.x; i < steps * 8; i += THREADS) note(i, look(i));
+    __syncthreads();
+    if (steps) {
+        const uint4 step = load_shared4(list_at);
+        Reader(args.w.codes, ring).load(step, 0), load_smoothing(step.w, 0);
+    }
+    copy_commit();
+    wait_for_inputs();  // as above
+#if FORM == SOME
+    if (has_rows) {  // what the first step needs arrives meanwhile
+        uint4 next[SLOTS];
+        ask_for(rows, k, row, last, chunks_log(k), next);
+        copy_wait<1>();
+        __syncthreads();
+        quantize_rows(rows, k, row, last, by, ring + FOUND_AT, next);
+        __syncthreads();
+    }
+#endif
+#endif
 
     const Reader reader(args.w.codes, ring);
-    const bool smooths = args.smoothing && threadIdx.x < 16;
-    const u32 list_at = ring + LISTS_AT;
     const auto load_step = [&](int s, int slot) {
         const uint4 step = load_shared4(list_at + s * 16);
         reader.load(step, slot * BLOCK_BYTES);
-        if (smooths) copy16_to<0, 0>(smoothing_at + slot * 256 + threadIdx.x * 16, args.smoothing + step.w * 64 + threadIdx.x * 4);
+        load_smoothing(step.w, slot);
     };
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) {
-        if (s < steps) load_step(s, s);
-        copy_commit();
-    }
-
-    wait_for_inputs();  // the workspace may still be read by the product before, and rows are not there
-    if (has_rows) {
-        copy_wait<STAGES - 1>();
-        __syncthreads();
-        quantize_rows(args.rows, k, by, ring + FOUND_AT);
-        __syncthreads();
-    }
-
     // This lane's row of `load_rows`: of channel 16 (r / 2) + r % 2 + 2b, r = lane % 8, b = lane / 8, whose places are exchanged by r.
     u32 turn = (lane & 7) * 16, own = ring + ((lane >> 1 & 3) * 16 + (lane & 1) + (lane >> 3) * 2) * 128, own_dense = own + (tile * 16 ^ turn);
-    u32 rotation = ring + ROTATION_AT + tile * 4096 + lane * 16, inverse = ring + INVERSE_AT + tile * 512;
+    u32 inverse = ring + INVERSE_AT + tile * 512;
     u32 tile_at = list_at + args.most_steps * 16 + tile * 16;
     u8* out = args.out + (u64)(lane >> 2) * k + 16 * (lane & 3);
-    const float* scales = args.inverse + (lane >> 3) * 16 + (lane & 7);
-    asm("" : "+r"(turn), "+r"(own), "+r"(own_dense), "+r"(rotation), "+r"(inverse), "+r"(tile_at));
-    u32 held = ~0u;
+    asm("" : "+r"(turn), "+r"(own), "+r"(own_dense), "+r"(inverse), "+r"(tile_at));
     uint4 now = load_shared4(tile_at);
-    float low = 0, high = 0;  // 1 / scale of outputs lane % 8 + 16 (lane / 8) and 8 further
-    if (steps) low = scales[(u64)now.w * 64], high = scales[(u64)now.w * 64 + 8];
+    if (FORM != FEW && steps) low = scales[(u64)now.w * 64], high = scales[(u64)now.w * 64 + 8];
     int slot = 0;
 #pragma unroll 1
     for (int s = 0; s < steps; ++s) {
         __syncwarp();
-        if (now.y & EXISTS && now.y >> 24 != held) load_rotation(args, held = now.y >> 24, lane, rotation);
+        if (now.y & EXISTS && now.y >> 24 != held) {
+            uint4 matrix[8];
+            ask_for_rotation(args, held = now.y >> 24, lane, matrix);
+            put_rotation(matrix, rotation);
+        }
         store_shared4(inverse + lane * 16, low, -12582912.0f * low, high, -12582912.0f * high);
         copy_wait<STAGES - 2>();
         __syncthreads();  // step s is there, and everybody is through with step s - 1, whose place is the next to be filled
         if (s + STAGES - 1 < steps) load_step(s + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
         copy_commit();
+#if FORM == MANY
+        if (s == steps - 1 && row < last && threadIdx.x * 64 < k) prefetch(rows.x + row * rows.stride + threadIdx.x * 64);
+#endif
         const u32 bits = now.y, at = own + slot * BLOCK_BYTES, dense = own_dense + slot * BLOCK_BYTES;
         const u32 from[4] = {dense, dense + PLANE_BYTES, at + 2 * PLANE_BYTES + (bits & 0x70 ^ turn), at + 3 * PLANE_BYTES + (bits >> 8 & 0x70 ^ turn)};
         const float factor = __uint_as_float(now.z);
@@ -246,4 +319,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) expand(const __grid_con
             expand_tile<false>(from, false, rotation, inverse + (lane >> 2) * 16, factor, smoothing, to, k);
         slot = slot == STAGES - 1 ? 0 : slot + 1;
     }
+#if FORM == MANY
+    __syncthreads();
+    load_factors(rows, k, by);
+    copy_commit();
+    uint4 next[SLOTS];
+    ask_for(rows, k, row, last, chunks_log(k), next);
+    copy_wait<0>();
+    __syncthreads();
+    quantize_rows(rows, k, row, last, by, ring + FOUND_AT, next);
+#endif
 }

@@ -159,6 +159,7 @@ def reserve(device: torch.device, n: int, k: int) -> None:
     """
     if prefill_cuda.unsupported_reason(device_capability(device)) is None:
         prefill_batch.clear_sums(device, n)
+        prefill_cuda.rows_asked(device).zero_()
     held = _workspaces.get(device)
     if held is None or held.numel() < n * k:
         for kept in [_workspaces, *_views.values()]:

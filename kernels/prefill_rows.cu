@@ -1,9 +1,16 @@
 // Part of prefill_expand.cu: rows of a long prompt -> INT8 with one scale per row, `reference.activation_token_ref`.
 //
 // A thread holds SLOTS pieces of 8 adjacent inputs: CHUNKS of a row (a chunk is 8 inputs of every thread), SLOTS / CHUNKS rows at once.
-// The next rows are on their way while these are looked at.
+// The next rows are on their way while these are looked at; where there are many, those after them are on their way to the L2 cache.
 
-constexpr int SLOTS = 16384 / (8 * THREADS), WARPS = THREADS / 32;
+#define FEW 0
+#define SOME 1
+#define MANY 2
+#ifndef FORM
+#define FORM SOME
+#endif
+
+constexpr int SLOTS = FORM == FEW ? 4 : 16384 / (8 * THREADS), WARPS = THREADS / 32;
 
 struct Rows {
     const u16* x;             // [rows, K] of XTYPE
@@ -12,6 +19,7 @@ struct Rows {
     float* scale;             // [rows]
     long long stride;         // of x
     int count, first_cta, per_cta;  // rows of CTA b: per_cta from (b - first_cta) * per_cta on
+    u32* asked;               // MANY: how often CTAs asked for rows; 0 between launches
 };
 
 // The larger magnitude; NaN where either is.
@@ -40,54 +48,85 @@ __device__ __forceinline__ uint4 load_shared4(u32 at) {
     return v;
 }
 
-// Rows [row, last). by: in shared memory, what inputs are multiplied by, zeros beyond K; found: 2 * SLOTS * WARPS words there.
-template <int CHUNKS>
-__device__ __forceinline__ void quantize(const Rows& rows, u32 k, int row, int last, u32 by, u32 found) {
-    constexpr int AT_ONCE = SLOTS / CHUNKS, CHUNK = THREADS * 8;
-    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = threadIdx.x * 8;
-    uint4 next[SLOTS];
-    const auto load = [&](int first) {
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+// Rows [first, first + count), those below `last`.
+__device__ __forceinline__ void prefetch_rows(const Rows& rows, u32 k, int first, int last, int count) {
 #pragma unroll
-        for (int r = 0; r < AT_ONCE; ++r) {
-            const u16* from = rows.x + (first + r) * rows.stride + column;
+    for (int r = 0; r < count; ++r)
+        if (first + r < last && threadIdx.x * 64 < k) prefetch(rows.x + (first + r) * rows.stride + threadIdx.x * 64);
+}
+
+// Asks for rows [first, last), as many as are looked at at once: 2^chunks_log chunks of each.
+__device__ __forceinline__ void ask_for(const Rows& rows, u32 k, int first, int last, u32 chunks_log, uint4 (&next)[SLOTS]) {
 #pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                next[r * CHUNKS + c] = make_uint4(0, 0, 0, 0);
-                if (first + r < last && column + c * CHUNK < k) next[r * CHUNKS + c] = __ldcs((const uint4*)(from + c * CHUNK));
-            }
-        }
-    };
-    load(row);
+    for (u32 s = 0; s < SLOTS; ++s) {
+        const int row = first + (s >> chunks_log);
+        const u32 column = threadIdx.x * 8 + (s & ((1u << chunks_log) - 1)) * (THREADS * 8);
+        next[s] = make_uint4(0, 0, 0, 0);
+        if (row < last && column < k) next[s] = __ldcs((const uint4*)(rows.x + row * rows.stride + column));
+    }
+}
+
+// What a thread's inputs are multiplied by, two pieces of a row.
+__device__ __forceinline__ void ask_for_factors(const Rows& rows, u32 k, uint4 (&factors)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u32 column = threadIdx.x * 8 + (i >> 1) * (THREADS * 8) + (i & 1) * 4;
+        factors[i] = make_uint4(0x3f800000, 0x3f800000, 0x3f800000, 0x3f800000);
+        if (rows.unsmoothing && column < k) factors[i] = *(const uint4*)(rows.unsmoothing + column);
+    }
+}
+
+// Rows [row, last), the first of which `ask_for` has asked for. What inputs are multiplied by: FEW: `factors`, else at `by` in shared
+// memory, zeros beyond K. found: 2 * SLOTS * WARPS + 2 words there.
+// MANY: AT_ONCE rows at a time; the first three times are a CTA's own, further rows go to whoever asks first, three times ahead.
+template <int CHUNKS_LOG>
+__device__ __forceinline__ void quantize(const Rows& rows, u32 k, int row, int last, u32 by, u32 found, uint4 (&next)[SLOTS], const uint4* factors = nullptr) {
+    constexpr int CHUNKS = 1 << CHUNKS_LOG, AT_ONCE = SLOTS / CHUNKS, CHUNK = THREADS * 8;
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = threadIdx.x * 8, tickets = found + 2 * SLOTS * WARPS * 4;
+    int following = row + (FORM == MANY ? gridDim.x : 1) * AT_ONCE, drawn = following + gridDim.x * AT_ONCE;
+    u32 turn = 0;
+    if (FORM == MANY && threadIdx.x == 0) store_shared(tickets, drawn);
 #pragma unroll 1
-    for (u32 half = 0; row < last; row += AT_ONCE, half ^= SLOTS * WARPS) {
+    for (u32 half = 0; row < last; half ^= SLOTS * WARPS) {
         float v[SLOTS][8], size[AT_ONCE] = {};
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            const uint4 low = load_shared4(by + (column + c * CHUNK) * 4), high = load_shared4(by + (column + c * CHUNK) * 4 + 16);
-            const u32 factors[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            const uint4 low = FORM == FEW ? factors[2 * c] : load_shared4(by + (column + c * CHUNK) * 4);
+            const uint4 high = FORM == FEW ? factors[2 * c + 1] : load_shared4(by + (column + c * CHUNK) * 4 + 16);
+            const u32 multiply[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
             for (int r = 0; r < AT_ONCE; ++r) {
+                if (FORM == FEW && r && row + r >= last) continue;
                 const uint4 raw = next[r * CHUNKS + c];
                 const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
-                    const float x = from_half((u16)(words[i >> 1] >> (i & 1) * 16), XTYPE) * __uint_as_float(factors[i]);
+                    const float x = from_half((u16)(words[i >> 1] >> (i & 1) * 16), XTYPE) * __uint_as_float(multiply[i]);
                     v[r * CHUNKS + c][i] = x, size[r] = larger(size[r], x);
                 }
             }
         }
-        load(row + AT_ONCE);
+        if (FORM != FEW || following < last) ask_for(rows, k, following, last, CHUNKS_LOG, next);
+        if (FORM == MANY && threadIdx.x == 0 && drawn < last) {
+            const u32 ticket = atomicAdd(rows.asked, 1u), times = (last + AT_ONCE - 1) / AT_ONCE;
+            drawn = (int)(ticket + 3 * gridDim.x) * AT_ONCE;
+            if (ticket == times - 2 * gridDim.x - 1) *rows.asked = 0;  // everybody asks once in vain, and this was the last
+        }
 #pragma unroll
         for (int r = 0; r < AT_ONCE; ++r) {
             const u32 most = largest_of_warp(__float_as_uint(size[r]));
             if (lane == 0) store_shared(found + (half + r * WARPS + warp) * 4, most);
         }
         __syncthreads();
+        const int after = FORM == MANY ? load_shared(tickets + turn) : following + AT_ONCE;
+        if (FORM == MANY) prefetch_rows(rows, k, after, last, AT_ONCE);
+        turn ^= 4;
 #pragma unroll
         for (int r = 0; r < AT_ONCE; ++r) {
+            if (row + r >= last) continue;
             const float most = __uint_as_float(largest_of_warp(load_shared(found + (half + r * WARPS + lane % WARPS) * 4)));
             const float held = most < 0x1p-100f ? 0x1p-100f : most;  // `reference.SMALLEST`; NaN stays
-            if (row + r >= last) continue;
             if (threadIdx.x == r) rows.scale[row + r] = held / 127.0f;
             const float unit = 127.0f / held;
             u8* to = rows.q + (u64)(row + r) * k + column;
@@ -101,6 +140,8 @@ __device__ __forceinline__ void quantize(const Rows& rows, u32 k, int row, int l
                 if (column + c * CHUNK < k) *(uint2*)(to + c * CHUNK) = make_uint2(low, high);
             }
         }
+        if (FORM == MANY && threadIdx.x == 0) store_shared(tickets + turn, drawn);
+        row = following, following = after;
     }
 }
 
@@ -120,14 +161,17 @@ __device__ __forceinline__ void load_factors(const Rows& rows, u32 k, u32 by) {
             store_shared4(by + i * 4, 1.0f, 1.0f, 1.0f, 1.0f);
 }
 
-// This CTA's rows; `by` and `found` as in `quantize`.
-__device__ __forceinline__ void quantize_rows(const Rows& rows, u32 k, u32 by, u32 found) {
-    const int row = ((int)blockIdx.x - rows.first_cta) * rows.per_cta, last = min(row + rows.per_cta, rows.count);
-    if (row < 0) return;
-    switch (padded(k) / (THREADS * 8)) {
-        case 1: return quantize<1>(rows, k, row, last, by, found);
-        case 2: return quantize<2>(rows, k, row, last, by, found);
-        case 4: return quantize<4>(rows, k, row, last, by, found);
-        default: return quantize<8>(rows, k, row, last, by, found);
+// log2 of the chunks of a row.
+__device__ __forceinline__ u32 chunks_log(u32 k) { return 31 - __clz(padded(k) / (THREADS * 8)); }
+
+#if FORM != FEW
+// This CTA's rows; `by`, `found` and `next` as in `quantize`.
+__device__ __forceinline__ void quantize_rows(const Rows& rows, u32 k, int row, int last, u32 by, u32 found, uint4 (&next)[SLOTS]) {
+    switch (chunks_log(k)) {
+        case 0: return quantize<0>(rows, k, row, last, by, found, next);
+        case 1: return quantize<1>(rows, k, row, last, by, found, next);
+        case 2: return quantize<2>(rows, k, row, last, by, found, next);
+        default: return quantize<3>(rows, k, row, last, by, found, next);
     }
 }
+#endif

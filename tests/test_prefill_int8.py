@@ -399,7 +399,11 @@ def test_every_cut_of_the_expansion(multiprocessors, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("m", "k"), [(1, 64), (700, 4096), (37, 4160), (301, 8256), (5, 12288), (600, 14336), (265, 16384)])
+@pytest.mark.parametrize(
+    ("m", "k"),
+    [(1, 64), (700, 4096), (1030, 2048), (37, 4160), (301, 8256), (5, 12288), (600, 14336), (265, 16384)]
+    + [(14801, 64), (7401, 4096), (3701, 4160), (1851, 14336)],  # so many that CTAs ask for them
+)
 def test_rows_in_the_launch_of_the_expansion(m, k, dtype):
     case = make_case(64, k)
     for smooth in (False, True):
@@ -411,11 +415,31 @@ def test_rows_in_the_launch_of_the_expansion(m, k, dtype):
         q, scale = prefill_cuda.quantize_and_expand(
             x, p.unsmoothing, w, p.rotation, p.index, p.inverse, p.smoothing, out
         )  # fmt: skip
+        assert not int(prefill_cuda.rows_asked(w.device))
         wanted, unit = reference.activation_token_ref(x, p.smoothing)
         whole = ~unit.isnan()
         assert not whole[m // 3] and bool(scale[~whole].isnan().all())
         assert torch.equal(q[whole], wanted[whole]) and torch.equal(scale[whole, 0], unit[whole])
         assert torch.equal(out, reference.requantize_ref(packed, case.matrices.cuda(), p.smoothing)[0])
+
+
+@pytest.mark.parametrize("k", [64, 2048, 4096, 4160, 14336, 16384])
+def test_every_row_is_somebody_s(k):
+    forms = set()
+    for m in (1, 2, 263, 264, 265, 512, 1055, 2112, 8192, 40000):
+        for n_tiles in (1, 64, 448):
+            steps = -(-n_tiles // 8) * (k // 64)
+            ctas = min(steps, 264)
+            most = -(-steps // ctas)
+            form, grid, first, per_cta = prefill_cuda._rows_cut(m, k, n_tiles, most, ctas, 264)
+            assert grid >= ctas and 0 <= first < grid
+            if form == prefill_cuda.MANY:  # three looks of every CTA are its own
+                assert m // (16384 // max(2048, 1 << (k - 1).bit_length())) >= 3 * grid
+            else:
+                assert per_cta * (grid - first) >= m > (per_cta - 1) * (grid - first)
+                assert form == (prefill_cuda.FEW if k <= 4096 and most <= 4 else prefill_cuda.SOME)
+            forms.add(form)
+    assert len(forms) >= 2
 
 
 @pytest.mark.gpu
