@@ -6,7 +6,7 @@
 #define FEW 0
 #define SOME 1
 #define MANY 2
-#ifndef FORM
+#ifndef FORM  // in prefill_batch_rows.cu, which takes what is common
 #define FORM SOME
 #endif
 
