@@ -82,11 +82,18 @@ def stream_candidates(n: int, k: int, gpu: tuning.Multiprocessors, stages=(4,)) 
 
 
 def best_many(n: int, k: int, config: tuning.DecodeConfig, weights, gpu: tuning.Multiprocessors) -> tuning.DecodeConfig | None:
-    """The same order of additions with the best clusters for more than two rows; None if there are none."""
+    """The same order of additions with the best cut for more than two rows; None if there is none."""
     choices = [
         dataclasses.replace(config, parts=parts, launch_from=rows)
         for parts, rows in itertools.product((1, 2), (3, 5, 9))
         if config.splits % parts == 0
+    ]
+    blocks = math.ceil(n / 512)
+    whole = {blocks * config.splits // parts for parts in (1, 2)}  # CTAs that leave one or two sums each
+    choices += [
+        dataclasses.replace(config, many=many, launch_from=rows)
+        for many, rows in itertools.product(sorted({gpu.count, *whole}), (3, 5, 9))
+        if gpu.count // 2 <= many <= min(2 * gpu.count, blocks * config.splits * config.warps_k)
     ]
     fit = [c for c in choices if tuning.fits(n, k, c, gpu)]
     return min(fit, key=lambda c: sum(measure_one(n, k, m, "3.0", c, weights) for m in (4, 8)), default=None)

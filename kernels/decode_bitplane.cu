@@ -10,7 +10,7 @@
 //
 // Set by the compiler's command line: XTYPE (0 bf16, 1 fp16, 2 float32), STAGES (ring depth), SUMS (1: also write the integer sums),
 // STREAM. Without it the CTAs of a cluster share a range of outputs (decode_cluster.cu); with it they share the whole weight evenly
-// (decode_stream.cu, decode_finish.cu). All this is for one and two rows; three and more take decode_dense.cu.
+// (decode_stream.cu, decode_finish.cu). All this is for one and two rows; three and more take decode_dense.cu. With MEET there is only that.
 
 #include "decode_rows.cu"
 
@@ -20,6 +20,7 @@
 #define MARK(i)
 #endif
 
+#include "decode_meet.cu"
 #if STREAM
 #include "decode_finish.cu"
 #include "decode_stream.cu"
@@ -38,7 +39,7 @@
 #if STREAM
 KERNEL(8, 1, 768, 1)
 KERNEL(8, 2, 640, 2)
-#else
+#elif !MEET
 KERNEL(8, 1, 896, 8, 1)
 KERNEL(8, 2, 640, 8, 2)
 KERNEL(4, 1, 896, 4, 1)

@@ -50,7 +50,7 @@ __all__ = ["DecodeWeight", "decode_linear", "decode_sums", "make_ready", "prepar
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_PARTS = ("ptx", "rows", "finish", "stream", "cluster", "inputs", "dense")
+_PARTS = ("ptx", "rows", "meet", "finish", "stream", "cluster", "inputs", "dense")
 _HEADERS = (_SOURCE.with_name("ptx.cu"), *(_SOURCE.with_name(f"decode_{part}.cu") for part in _PARTS))
 _BIAS_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 #: Programmatic dependent launch: the kernel may be launched while its predecessor ends; it waits before it reads anything.
@@ -73,6 +73,7 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_uint) for name in ("items", "places", "chains", "of_parts", "of_tiles", "of_chains")),
         ("policy", ctypes.c_ulonglong),
         *((name, ctypes.c_void_p) for name in ("partial", "carried", "arrivals")),
+        *((name, ctypes.c_uint) for name in ("of_run", "of_warps")),
     ]
 
 
@@ -142,10 +143,14 @@ def decode_sums(
 
 def make_ready(w: DecodeWeight, dtype: torch.dtype) -> None:
     """Compile now what calls over this weight with rows of `dtype` would at their first: a captured graph must not meet the
-    compiler."""
+    compiler. Where sums meet is made and cleared too: a sleep that kept nothing (vLLM's level 2) forgets what no layer owns."""
     n, k = w.out_features, w.in_features
     if device_path(w.device) == "cuda":
-        _compile_cuda(w.device, dtype, decode_config(n, k, w.device))
+        config = decode_config(n, k, w.device)
+        _compile_cuda(w.device, dtype, config)
+        cut = dense_geometry(MAX_ROWS, n // TILE, k // TILE, config, multiprocessors(w.device))
+        if cut.room:
+            sums_room(w.device, cut.room).zero_()
         return
     x = torch.zeros(1, k, dtype=dtype, device=w.device)
     thresholds = torch.zeros(len(LEVELS) - 1, dtype=torch.float32, device=w.device)
@@ -183,6 +188,8 @@ def self_check(device: torch.device, path: str) -> str | None:
         known = tuned(gpu_key(torch.cuda.get_device_properties(device).name)).values()
         if stream := next((c for c in known if isinstance(c, StreamConfig)), None):
             configs.append(replace(stream, ctas=_CHECKED_CTAS, chains=4))
+        if any(map(_meets, known)):
+            configs.append(replace(default, many=_CHECKED_CTAS))
     for config in configs:
         for rows in (1, 2, 3, MAX_ROWS):
             got = decode_linear(x[:rows].to(device), w, None, thresholds.to(device), path=path, config=config).cpu().double()
@@ -193,9 +200,12 @@ def self_check(device: torch.device, path: str) -> str | None:
 
 def _compile_cuda(device: torch.device, dtype: torch.dtype, config: DecodeConfig | StreamConfig) -> None:
     stream = isinstance(config, StreamConfig)
-    module = _module(device, dtype, config.stages, False, stream)
+    few = _module(device, dtype, config.stages, False, stream, False)
+    many = _module(device, dtype, config.stages, False, stream, True) if _meets(config) else few
     tiles = 8 if isinstance(config, StreamConfig) else config.tiles
-    for name in (f"decode_{tiles}_1", f"decode_{tiles}_2", "decode_dense_4", "decode_dense_8", "prepare_4", "prepare_8"):
+    names = [(few, f"decode_{tiles}_{rows}") for rows in (1, 2)]
+    names += [(many, f"{kind}_{rows}") for kind in ("decode_dense", "prepare") for rows in (4, 8)]
+    for module, name in names:
         kernel = module.kernel(name)
         if stream or "dense" in name:
             kernel.prefer_shared()
@@ -256,11 +266,31 @@ def _device_path(device: torch.device, n: int, k: int, dtype: torch.dtype, path:
     return chosen
 
 
+def _meets(config: DecodeConfig | StreamConfig) -> bool:
+    """Whether three rows and more have a module of their own."""
+    return isinstance(config, DecodeConfig) and config.many > 0
+
+
+_rooms: dict[torch.device, Tensor] = {}
+
+
+def sums_room(device: torch.device, words: int) -> Tensor:
+    """Where CTAs leave sums of three rows and more for each other: zeros between launches, of the process, for all weights.
+    Made at load, so that a memory profile counts it. Not for two streams at once."""
+    held = _rooms.get(device)
+    if held is None or held.numel() < words:
+        _rooms.pop(device, None)
+        held = None  # before the larger one is allocated
+        held = _rooms[device] = torch.zeros(words, dtype=torch.int32, device=device)
+    return held
+
+
 @functools.cache
-def _module(device: torch.device, dtype: torch.dtype, stages: int, sums: bool, stream: bool) -> Module:
+def _module(device: torch.device, dtype: torch.dtype, stages: int, sums: bool, stream: bool, meet: bool) -> Module:
     major, minor = torch.cuda.get_device_capability(device)
     architecture = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
-    defines = [f"XTYPE={DTYPES.index(dtype)}", f"STAGES={stages}", f"SUMS={int(sums)}", f"STREAM={int(stream)}"]
+    flags = {"XTYPE": DTYPES.index(dtype), "STAGES": stages, "SUMS": int(sums), "STREAM": int(stream), "MEET": int(meet)}
+    defines = [f"{name}={value}" for name, value in flags.items()]
     return Module(compile_cubin(_SOURCE, headers=_HEADERS, architecture=architecture, defines=defines), device)
 
 
@@ -282,7 +312,7 @@ def _launch_cuda(
         bias_type=_BIAS_TYPES[bias.dtype] if bias is not None else 0,
     )  # fmt: skip
     stream = isinstance(config, StreamConfig)
-    module = _module(x.device, x.dtype, config.stages, sums is not None, stream)
+    module = _module(x.device, x.dtype, config.stages, sums is not None, stream, _meets(config) and args.rows > 2)
     if isinstance(config, StreamConfig):
         _launch_stream(args, module, x, w, out, config)
         return
@@ -311,6 +341,12 @@ def _launch_dense(args: _Args, module: Module, x: Tensor, w: DecodeWeight, confi
     """Three rows and more."""
     cut = dense_geometry(args.rows, args.n_tiles, args.k_tiles, config, multiprocessors(x.device))
     args.ring, args.most_items = cut.ring, cut.most_items
+    args.of_run, args.of_warps = divisor(args.tiles_per_warp), divisor(args.warps_k)
+    if cut.room:
+        args.items, args.places = cut.items, cut.places
+        blocks = -(-args.n_tiles // BLOCK_TILES)
+        args.of_parts, args.of_tiles = divisor(cut.grid), divisor(cut.items // blocks)
+        args.partial, args.arrivals = sums_room(x.device, cut.room).data_ptr(), w.arrivals.data_ptr()
     stream = current_stream(x.device)
     if args.rows >= config.launch_from:
         prepared = torch.empty(args.k_tiles * cut.prepared_bytes, dtype=torch.uint8, device=x.device)
@@ -336,11 +372,7 @@ def _launch_stream(args: _Args, module: Module, x: Tensor, w: DecodeWeight, out:
     args.tiles_per_warp, args.chains, args.items, args.places = cut.per_chain, config.chains, cut.items, cut.places
     args.of_parts, args.of_tiles, args.of_chains = (divisor(d) for d in (cut.grid, args.k_tiles, config.chains))
     args.policy = _EVICTED_FIRST
-    args.arrivals = w.arrivals.data_ptr()
     if not cut.few:
-        held = 4 if args.rows <= 4 else 8  # rows that the kernel is compiled for
-        partial = torch.empty(cut.grid * cut.places * held * BLOCK_TILES * TILE, dtype=torch.float32, device=x.device)
-        args.partial = partial.data_ptr()
         _launch_dense(args, module, x, w, config)
         return
     carried = carried_from(w.meta.shape[0])

@@ -19,7 +19,7 @@ struct __align__(16) Item {
     u32 ext, tiles;   // of planes 2 and 3: first unit, number of tiles in both
     uint4 tile[8];    // factor; of planes 2 and 3 offset of the tile + 65536 x bytes to the next input, or 0; class x bytes of `centre`
 };
-constexpr u32 CHAIN_ENDS = 1, SUM_ENDS = 2, THERE = 4;
+constexpr u32 CHAIN_ENDS = 1, SUM_ENDS = 2, THERE = 4, BLOCK_ENDS = 8;
 
 // Adds one plane of a tile, 64 inputs x 64 outputs. from: this lane's row of the plane in shared memory; step: bytes to 32 inputs further.
 // Sums are of fields up to j: output j is a difference of two, and the last one needs no mask.
@@ -79,51 +79,50 @@ struct DenseArgs {
     Args args;
 };
 
-// Items that are asked for before the rows, where no launch prepares these: more, and the rows would queue behind the weights.
+// Items that are asked for before the rows: more, and these, and the tables of CTAs that begin late, would queue behind the weights.
 constexpr int BEFORE_ROWS = 2;
 
-// The lane that reads the weight, and rows of a launch with each item. Planes 0 and 1 of the first item are asked for already. early: items that
-// fit the ring at once; asked: barrier of those who prepare the rows, if no launch before does.
+// The lane that reads the weight, and rows of a launch with each item. Planes 0 and 1 of the first item are asked for already.
 template <int ROWS>
-__device__ __forceinline__ void read_items(const DenseArgs& dense, Item* items, int count, int early, u32 ring, u32 full, u32 done, u32 asked) {
-    const Args& args = dense.args;
-    const u8* prepared = args.prepared;
-    auto read_rows = [&](int i) {
-        if (!(items[i].flags & THERE)) return;
-        barrier_arrive_expect(full + 8 * i, sizeof(Prepared<ROWS>));
-        copy_bulk(items[i].rows, prepared + (u64)items[i].kt * sizeof(Prepared<ROWS>), sizeof(Prepared<ROWS>), full + 8 * i);
-    };
-    auto read_early_rows = [&]() {
-        wait_for_inputs();
-#pragma unroll 1
-        for (int i = 0; i < early; ++i) read_rows(i);
-    };
-    u32 end = 0;
+struct Reader {
+    const DenseArgs& dense;
+    Item* items;
+    u32 ring, full, done;
+    u32 end = 0;  // of the newest item in the ring
     int oldest = 0;
-    const int first = min(early, BEFORE_ROWS);
+
+    // Planes of items from one number to another; with their rows, or these (and plane 3) come later.
+    __device__ __forceinline__ void read(int from, int to, bool rows) {
+        const Args& args = dense.args;
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-        if (!prepared && i == first) barrier_wait(asked);
-        if (prepared && i == early) read_early_rows();
-        Item& item = items[i];
-        const u32 bytes = item.bytes, to_byte = end + bytes > args.ring ? 0 : end, place = ring + to_byte, barrier = full + 8 * i;
-        for (; oldest < i; ++oldest) {  // until enough of the ring is free
-            const u32 from = items[oldest].at - ring;
-            if (end > from ? to_byte > 0 || bytes <= from : to_byte == end && to_byte + bytes <= from) break;
-            barrier_wait(done + 8 * oldest);
+        for (int i = from; i < to; ++i) {
+            Item& item = items[i];
+            const u32 bytes = item.bytes, to_byte = end + bytes > args.ring ? 0 : end, place = ring + to_byte, barrier = full + 8 * i;
+            for (; oldest < i; ++oldest) {  // until enough of the ring is free
+                const u32 held = items[oldest].at - ring;
+                if (end > held ? to_byte > 0 || bytes <= held : to_byte == end && to_byte + bytes <= held) break;
+                barrier_wait(done + 8 * oldest);
+            }
+            end = to_byte + bytes;
+            item.at = place;
+            if (args.prepared) item.rows = place + bytes - ROWS_BYTES<ROWS>;
+            if (!(item.flags & THERE)) continue;
+            const u32 tiles = item.tiles;
+            barrier_arrive_expect(barrier, (i ? DENSE_BYTES : 0) + tiles * 1024);
+            if (i) copy_box(place, dense.planes, 0, item.index * 128, barrier);
+            if (tiles) copy_bulk(place + DENSE_BYTES, args.codes + (u64)item.ext * 16, tiles * 1024, barrier);
+            if (rows) read_rows(i);
         }
-        end = to_byte + bytes;
-        item.at = place;
-        if (prepared) item.rows = place + bytes - ROWS_BYTES<ROWS>;
-        if (!(item.flags & THERE)) continue;
-        const u32 tiles = item.tiles;
-        barrier_arrive_expect(barrier, (i ? DENSE_BYTES : 0) + tiles * 1024);
-        if (i) copy_box(place, dense.planes, 0, item.index * 128, barrier);
-        if (tiles) copy_bulk(place + DENSE_BYTES, args.codes + (u64)item.ext * 16, tiles * 1024, barrier);
-        if (prepared && i >= early) read_rows(i);
     }
-    if (prepared && early == count) read_early_rows();
-}
+
+    __device__ __forceinline__ void read_rows(int i) {
+        const Args& args = dense.args;
+        const Item& item = items[i];
+        if (!(item.flags & THERE)) return;
+        barrier_arrive_expect(full + 8 * i, sizeof(Prepared<ROWS>));
+        copy_bulk(item.rows, args.prepared + (u64)item.kt * sizeof(Prepared<ROWS>), sizeof(Prepared<ROWS>), full + 8 * i);
+    }
+};
 
 // What a lane keeps of a tile's sums. Of eight rows: outputs 8g + 4 upper + j of rows 2c and 2c + 1, [j][upper][row]; of four: outputs
 // 8g + 4 (c / 2) + j of rows 2 (c & 1) and one more, [j][row].
@@ -161,22 +160,28 @@ struct Sums {
 };
 
 // Shared memory, as `dense_geometry` in tuning.py counts it: the ring; what the cluster sends; rows, if no launch prepares them; items; two
-// barriers an item and two more.
+// barriers an item and two more; what the ends of blocks need (`Place`).
 //
 // The CTAs of a cluster share the input tiles of a block of 512 outputs; each takes one or two whole ones of the `splits` parts that the kernel
-// for one and two rows cuts them into, in the same order: chains of a warp there (`tiles_per_warp`), warps (`warps_k`), parts. With STREAM see
-// decode_finish.cu.
+// for one and two rows cuts them into, in the same order: chains of a warp there (`tiles_per_warp`), warps (`warps_k`), parts. With MEET
+// a CTA takes a stretch of such chains, with STREAM one of items: see decode_meet.cu.
 template <int ROWS>
 __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
     const Args& args = dense.args;
     extern __shared__ __align__(1024) u8 shared[];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const u32 ring = shared_address(shared);
-#if STREAM
-    const u32 first = blockIdx.x * args.items / gridDim.x;
-    const int count = (blockIdx.x + 1) * args.items / gridDim.x - first, first_block = first / args.k_tiles;
-    const u32 received_bytes = 0;
+#if SPREAD
+    const u32 first = begin_of(args, blockIdx.x), each = in_block(args), end = begin_of(args, blockIdx.x + 1), received_bytes = 0;
+    const int first_block = divide_by(first, args.of_tiles), last_block = divide_by(end - 1, args.of_tiles);
     int block = first_block;
+    u32 place = blockIdx.x * args.places;  // of the next sum
+#if STREAM
+    const int count = end - first;
+#else
+    const int count = (end - first) * args.tiles_per_warp;
+    const u32 ends_alone = Addends(args, blockIdx.x).ends_alone;
+#endif
 #else
     const int ctas = args.splits / args.parts, rank = blockIdx.x % ctas, block = blockIdx.x / ctas, count = args.most_items;
     const int first_kt = rank * args.parts * args.warps_k, tasks_here = (args.rows * 8 + ctas - 1) / ctas;
@@ -187,19 +192,23 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
     Prepared<ROWS>* inputs = (Prepared<ROWS>*)(shared + args.ring + received_bytes);
     Item* items = (Item*)(args.prepared ? inputs : inputs + args.most_items);
     const u32 full = shared_address(items + args.most_items), done = full + 8 * args.most_items, known = done + 8 * args.most_items;
-    let_next_start();
     MARK(0);
     auto input_tile = [&](int i) {
 #if STREAM
-        return (int)((first + i) % args.k_tiles);
+        return (int)(first + i - divide_by(first + i, args.of_tiles) * each);
+#elif MEET
+        const u32 chain = divide_by(i, args.of_run), of_all = first + chain;
+        return (int)(of_all - divide_by(of_all, args.of_tiles) * each + (i - chain * args.tiles_per_warp) * each);
 #else
-        const int chain = i / args.tiles_per_warp, j = i - chain * args.tiles_per_warp;
+        const int chain = divide_by(i, args.of_run), j = i - chain * args.tiles_per_warp;
         return first_kt + chain + j * args.splits * args.warps_k;
 #endif
     };
     auto number = [&](int i, int kt) {
 #if STREAM
         return first + i;
+#elif MEET
+        return divide_by(first + divide_by(i, args.of_run), args.of_tiles) * args.k_tiles + kt;
 #else
         return (u32)(block * args.k_tiles + kt);
 #endif
@@ -245,31 +254,56 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
 #if STREAM
         const int chains = min((int)args.chains, count);
         if (kt == args.k_tiles - 1 || i == count - 1)
-            flags |= SUM_ENDS | CHAIN_ENDS;
+            flags |= SUM_ENDS | CHAIN_ENDS | BLOCK_ENDS;
         else if (((i + 1) * chains - 1) % count + chains >= count)
             flags |= CHAIN_ENDS;
+#elif MEET
+        const u32 run = divide_by(i + 1, args.of_run), behind = first + run;
+        if (run * args.tiles_per_warp == i + 1) {
+            flags |= CHAIN_ENDS;
+            if (divide_by(behind, args.of_warps) * args.warps_k == behind || behind <= ends_alone || behind == end) flags |= SUM_ENDS;
+            if (divide_by(behind, args.of_tiles) * each == behind) flags |= BLOCK_ENDS;
+        }
 #else
-        const int chain = i / args.tiles_per_warp;
-        if (i - chain * args.tiles_per_warp == args.tiles_per_warp - 1) flags |= (chain + 1) % args.warps_k ? CHAIN_ENDS : CHAIN_ENDS | SUM_ENDS;
+        const u32 run = divide_by(i + 1, args.of_run);
+        if (run * args.tiles_per_warp == i + 1) flags |= divide_by(run, args.of_warps) * args.warps_k == run ? CHAIN_ENDS | SUM_ENDS : CHAIN_ENDS;
 #endif
         item.flags = flags;
     }
     __syncthreads();
     MARK(1);
-#if STREAM
-    const u32 transform = transforms_of(args, first_block, warp, WARPS + 1, lane);
+#if SPREAD
+    Place* places = (Place*)((u8*)(items + args.most_items) + 16 * args.most_items + 16);
 #else
     // of the first output tile that this warp finishes
     const u32 codes = warp < WARPS && warp * ctas + rank < args.rows * 8 ? transform_codes(args, block * 8 + (warp * ctas + rank) % 8, lane) : 0x10000;
 #endif
     if (warp == WARPS) {
+        Reader<ROWS> reader{dense, items, ring, full, done};
+        int early = 0;
+        for (u32 end = 0; early < min(count, BEFORE_ROWS) && (end += items[early].bytes) <= args.ring;) ++early;
+        if (lane == 0) reader.read(0, early, false);
+        __syncwarp();
+        wait_for_inputs();
+        let_next_start();
+#if SPREAD
+        say_started(args, first_block, last_block, lane);
+#endif
         if (lane == 0) {
-            int early = 0;
-            for (u32 end = 0; early < count && (end += items[early].bytes) <= args.ring;) ++early;
-            read_items<ROWS>(dense, items, count, early, ring, full, done, known + 8);
+            if (args.prepared)
+#pragma unroll 1
+                for (int i = 0; i < early; ++i) reader.read_rows(i);
+            else
+                barrier_wait(known + 8);
+            reader.read(early, count, args.prepared);
         }
         __syncwarp();
-#if !STREAM
+#if SPREAD
+        make_places<ROWS>(args, places, first_block, last_block, lane);
+        __syncwarp();
+        const u32 started = all_started(args, places, first_block, last_block, lane);
+        if (lane == 0) items[0].index = started;
+#else
         cluster_wait();
 #endif
     } else {
@@ -306,6 +340,8 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
         constexpr float NONE = 0.f;
 #else
         constexpr float NONE = -0.f;  // the kernel for one and two rows begins with the first chain
+#endif
+#if !SPREAD
         u32 to[2];  // where the sums of two rows go, as `finish_tasks` wants them
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -374,10 +410,13 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
             }
             if (flags & SUM_ENDS) {
                 __syncwarp();
-#if STREAM
-                float* to = args.partial + (u64)(blockIdx.x * args.places + block - first_block) * ROWS * 512 + warp * 64;
-                total.store(lane, [&](int row, int offset, float4 sums) { *(float4*)(to + (first_row + row) * 512 + offset) = sums; });
-                if (i + 1 < count) ++block;
+#if SPREAD
+                u32* to = args.partial + (u64)place++ * ROWS * 512 + warp * 64;
+                if (block * 8 + warp < args.n_tiles)
+                    total.store(lane, [&](int row, int offset, float4 v) {
+                        if (first_row < args.rows) store_shared_by_all(to + (first_row + row) * 512 + offset, make_uint4(handed(v.x), handed(v.y), handed(v.z), handed(v.w)));
+                    });
+                if (flags & BLOCK_ENDS) ++block;
 #else
                 total.store(lane, [&](int row, int offset, float4 sums) {
                     if (first_row + row < args.rows) store_cluster(to[row] + offset * 4, sums);
@@ -390,9 +429,8 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
         }
     }
     MARK(5);
-#if STREAM
-    const u32 room = args.ring / WARPS / (ROWS * 256) & ~1u;
-    exchange<ROWS>(args, first_block, (first + count - 1) / args.k_tiles, transform, &items[0].bytes, shared + warp * room * ROWS * 256, room);  // the ring is free
+#if SPREAD
+    exchange<ROWS>(args, places, first_block, last_block, &items[0].index);
 #else
     cluster_arrive();
     cluster_wait();

@@ -4,153 +4,10 @@
 // all multiprocessors finish together whatever the shape. Items add up in chains (runs of a CTA's items: its warps', for one and two
 // rows), chains of a block in ascending order, and then the parts of CTAs, which meet in global memory: those number 0, 2, 4 ..., those
 // number 1, 3, 5 ..., and the two sums. For one and two rows a CTA hands its part on to the one that has the block's last item
-// (`hand_on`); more rows count parts, and the last to arrive finishes the block (`exchange`).
+// (`hand_on`); with more rows those who have parts of a block share its end (`exchange`).
 //
 // In `partial` and `carried`, output 16 w + 4 (2 b + y) + 2 h + z of a tile (b, y, h, z bits) lies at 16 w + 8 h + 4 b + 2 z + y, as the tensor core
 // leaves them. Sixteen lanes hold a tile's row, four values each: lane bits w, h, b, register bits z, y.
-
-// A row in half a warp: times diag(r), times H, and of that element `code & 63` wherever a code asks, with its left sign over 8.
-// Without `rotated`, only into the order of the outputs. codes: of outputs 4 (lane & 15) .. + 3.
-__device__ __forceinline__ void restore(float (&v)[4], u32 codes, bool rotated, int lane) {
-    if (rotated) {
-        const u32 even = __shfl_sync(FULL, codes, lane & 28 | (lane & 1) << 1), odd = __shfl_sync(FULL, codes, lane & 28 | (lane & 1) << 1 | 1);
-        const int at = lane & 2 ? 16 : 0;
-        v[0] = even >> (at + 7) & 1 ? -v[0] : v[0];
-        v[1] = odd >> (at + 7) & 1 ? -v[1] : v[1];
-        v[2] = even >> (at + 15) & 1 ? -v[2] : v[2];
-        v[3] = odd >> (at + 15) & 1 ? -v[3] : v[3];
-        const float s0 = v[0] + v[1], d0 = v[0] - v[1], s1 = v[2] + v[3], d1 = v[2] - v[3];
-        v[0] = s0 + s1;
-        v[1] = d0 + d1;
-        v[2] = s0 - s1;
-        v[3] = d0 - d1;
-#pragma unroll
-        for (int bit = 1; bit < 16; bit <<= 1)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const float other = __shfl_xor_sync(FULL, v[e], bit);
-                v[e] = lane & bit ? other - v[e] : v[e] + other;
-            }
-    }
-    float out[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-        const u32 code = codes >> (8 * e), k = rotated ? code & 63 : 4 * (lane & 15) + e;
-        const int from = lane & 16 | k >> 2 & 12 | k & 2 | k >> 3 & 1;
-        const float a = __shfl_sync(FULL, v[0], from), b = __shfl_sync(FULL, v[1], from);
-        const float c = __shfl_sync(FULL, v[2], from), d = __shfl_sync(FULL, v[3], from);
-        const float value = k & 1 ? (k & 4 ? d : c) : (k & 4 ? b : a);
-        out[e] = rotated ? value * (code & 64 ? -0.125f : 0.125f) : value;
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) v[e] = out[e];
-}
-
-// Four outputs of row m from number n on.
-__device__ __forceinline__ void write_outputs(const Args& args, int m, int n, float (&y)[4]) {
-    if (args.bias)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) y[e] += load_bias(args.bias, n + e, args.bias_type);
-#if XTYPE == 2
-    *(float4*)((float*)args.y + m * args.y_stride + n) = make_float4(y[0], y[1], y[2], y[3]);
-#else
-    u16 h[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) h[e] = to_half(y[e], XTYPE);
-    *(uint2*)((u16*)args.y + m * args.y_stride + n) = make_uint2(h[0] | (u32)h[1] << 16, h[2] | (u32)h[3] << 16);
-#endif
-}
-
-// Adds the parts that CTAs `first` to `last` left of an output tile, and writes its outputs. shift: by how many blocks this one lies
-// behind the first one of CTA `first`; of the others it is the first. What the CTAs left comes through shared memory (`staging`), `room` parts (an even
-// number) at a time: registers hold too few of so many rows.
-template <int ROWS>
-__device__ __forceinline__ void finish(const Args& args, int block, int tile, u32 first, u32 last, u32 shift, u32 transform, const u8* staging, u32 room, int lane) {
-    constexpr int PAIRS = ROWS / 2;
-    const int half = lane >> 4, column = 4 * (lane & 15), n = (block * 8 + tile) * 64 + column;
-    const u32 codes = transform == 255 ? 0 : *(const u32*)(args.table + transform * 64 + column);
-    const float* from = args.partial + half * 512 + tile * 64 + column;
-    const float4* mine = (const float4*)staging + lane;
-    const u32 to = shared_address(mine);
-    float4 sum[PAIRS][2];
-#pragma unroll
-    for (int q = 0; q < PAIRS; ++q)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) sum[q][e] = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 1
-    for (u32 s = first; s <= last; s += room) {
-        const u32 parts = min(room, last + 1 - s);
-#pragma unroll 2
-        for (u32 part = 0; part < parts; ++part) {
-            const u32 cta = s + part;
-            const float* there = from + (u64)(cta * args.places + (cta == first ? shift : 0)) * (ROWS * 512);
-#pragma unroll
-            for (int q = 0; q < PAIRS; ++q) copy_16(to + (part * PAIRS + q) * 512, there + q * 1024);
-        }
-        copy_commit();
-        copy_wait<0>();
-#pragma unroll 1
-        for (u32 part = 0; part < parts; part += 2)
-#pragma unroll
-            for (int q = 0; q < PAIRS; ++q)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    if (part + e >= parts) continue;
-                    const float4 more = mine[((part + e) * PAIRS + q) * 32];
-                    sum[q][e].x += more.x;
-                    sum[q][e].y += more.y;
-                    sum[q][e].z += more.z;
-                    sum[q][e].w += more.w;
-                }
-    }
-#pragma unroll
-    for (int q = 0; q < PAIRS; ++q) {
-        float y[4] = {sum[q][0].x + sum[q][1].x, sum[q][0].y + sum[q][1].y, sum[q][0].z + sum[q][1].z, sum[q][0].w + sum[q][1].w};
-        restore(y, codes, transform != 255, lane);
-        const int m = 2 * q + half;
-        if (m < args.rows) write_outputs(args, m, n, y);
-    }
-}
-// The rows of `table` of the tiles that a warp may have to finish: lane l, of block number l % 16 and the warp's tile number l / 16.
-__device__ __forceinline__ u32 transforms_of(const Args& args, int first_block, int warp, int warps, int lane) {
-    const int tile = warp + (lane >> 4) * warps, at = (first_block + (lane & 15)) * 8 + tile;
-    return tile < 8 && at < args.n_tiles ? args.transform[at] : 255;
-}
-
-// Everybody's parts are written: count them, and finish the blocks that this CTA completes. `complete` lies in shared memory; staging: a
-// warp's part of it.
-template <int ROWS>
-__device__ __forceinline__ void exchange(const Args& args, int first_block, int last_block, u32 transform, u32* complete, const u8* staging, u32 room) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    const int block = first_block + lane;  // each lane answers for one
-    const u32 from = (block * args.k_tiles * gridDim.x + gridDim.x - 1) / args.items;
-    const u32 to = ((block + 1) * args.k_tiles * gridDim.x - 1) / args.items;
-    const u32 shift = block - from * args.items / gridDim.x / args.k_tiles;
-    fence();
-    __syncthreads();
-    if (warp == 0) {
-        bool done = false;
-        if (block <= last_block) {
-            done = from == to || atomicAdd(args.arrivals + block, 1) == to - from;
-            if (done && from != to) args.arrivals[block] = 0;
-        }
-        const u32 all = __ballot_sync(FULL, done);
-        if (lane == 0) *complete = all;
-    }
-    __syncthreads();
-    u32 left = *complete;
-    if (left) fence();
-#pragma unroll 1
-    for (; left; left &= left - 1) {
-        const int which = __ffs(left) - 1;
-#pragma unroll 1
-        for (int tile = warp; tile < 8; tile += warps) {
-            const u32 row = __shfl_sync(FULL, transform, which + (tile == warp ? 0 : 16));
-            if ((first_block + which) * 8 + tile < args.n_tiles)
-                finish<ROWS>(args, first_block + which, tile, __shfl_sync(FULL, from, which), __shfl_sync(FULL, to, which), __shfl_sync(FULL, shift, which), row, staging, room, lane);
-        }
-    }
-}
 
 // One and two rows: where in a warp's sums the accumulators number `quad` of a lane lie, so that neither those who write nor `own_sum` meet
 // in a bank.
@@ -185,9 +42,6 @@ __device__ __forceinline__ float4 own_sum(const u8* sums, int bytes, const float
     }
     return v;
 }
-
-// A sum as it is handed on: 0 stands for nothing yet, so that zero becomes negative zero, which adds as little.
-__device__ __forceinline__ u32 handed(float v) { return v == 0.f ? 0x80000000u : __float_as_uint(v); }
 
 // One and two rows: what a CTA takes. Of the stretches that the weight is cut into one, or for one row two, each with its share of the warps.
 struct Stretch {

@@ -2,10 +2,11 @@
 
 // An input tile of all rows, as the tensor core wants it: INT8 activations, zero where their level does not want the plane. Of eight rows,
 // byte 2b + e of word [plane][row][c][2 half + q] is that of input 32 half + 16 q + 8 b + 2 c + e; of four rows, byte 2e of word
-// [plane][half][row][c][2q + b], and bytes 2e + 1 are zero.
+// [plane][0][half][row][c][2q + b] and byte 2e + 1 of [plane][1][half][row][c][2q + b], beside zeros.
 template <int ROWS>
 struct __align__(16) Prepared {
-    u32 word[4][ROWS == 8 ? 1 : 2][ROWS][4][4];
+    static constexpr int VARIANTS = ROWS == 8 ? 1 : 2;
+    u32 word[4][VARIANTS][VARIANTS][ROWS][4][4];
     float scale[ROWS];      // of the activations
     float centre[4][ROWS];  // sum of q * (doubled midpoint minus zero point) in steps of 8-bit codes, per class of tiles (2, 4, 6, 8 bits)
     uint4 wanted;           // of planes 2 and 3, two words each: the inputs that some row wants
@@ -18,15 +19,14 @@ struct Activations {
     u32 word[ROWS == 8 ? 4 : 8];
 
     __device__ __forceinline__ Activations(const Prepared<ROWS>& input, int plane, int lane) {
-        const uint4* from = (const uint4*)input.word[plane] + (ROWS == 8 ? lane : lane & 15);
-        const u32 shift = ROWS == 8 || lane < 16 ? 1 : 256;  // as a factor: the multiplier is idle, the shifter is not
+        const uint4* from = (const uint4*)input.word[plane] + (ROWS == 8 ? lane : lane + (lane & 16));
 #pragma unroll
-        for (int half = 0; half < (ROWS == 8 ? 1 : 2); ++half) {
+        for (int half = 0; half < Prepared<ROWS>::VARIANTS; ++half) {
             const uint4 four = from[half * 16];
-            word[4 * half] = four.x * shift;
-            word[4 * half + 1] = four.y * shift;
-            word[4 * half + 2] = four.z * shift;
-            word[4 * half + 3] = four.w * shift;
+            word[4 * half] = four.x;
+            word[4 * half + 1] = four.y;
+            word[4 * half + 2] = four.z;
+            word[4 * half + 3] = four.w;
         }
     }
 };
@@ -55,7 +55,7 @@ __device__ __forceinline__ void prepare(const Args& args) {
         tile.scale[m] = o.scale;
     }
     const int b = lane >> 3 & 1, c = lane >> 1 & 3, q = lane >> 4, e = lane & 1;
-    u8* to = ROWS == 8 ? (u8*)&tile.word[0][0][m][c][q] + 2 * b + e : (u8*)&tile.word[0][0][m][c][2 * q + b] + 2 * e;
+    u8* to = ROWS == 8 ? (u8*)&tile.word[0][0][0][m][c][q] + 2 * b + e : (u8*)&tile.word[0][0][0][m][c][2 * q + b] + 2 * e;
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
         const u32 low_q = o.l0 > p ? o.q0 & 255 : 0, high_q = o.l1 > p ? o.q1 & 255 : 0;  // the latter 32 inputs on
@@ -63,8 +63,11 @@ __device__ __forceinline__ void prepare(const Args& args) {
             to[512 * p] = (u8)low_q;
             to[512 * p + 8] = (u8)high_q;
         } else {
-            *(u16*)(to + 512 * p) = (u16)low_q;
-            *(u16*)(to + 512 * p + 256) = (u16)high_q;
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) {
+                *(u16*)(to + 1024 * p + 512 * upper) = (u16)(low_q << (8 * upper));
+                *(u16*)(to + 1024 * p + 512 * upper + 256) = (u16)(high_q << (8 * upper));
+            }
         }
         if (p < 2) continue;
         const u32 low = __ballot_sync(FULL, o.l0 > p), high = __ballot_sync(FULL, o.l1 > p);
@@ -145,10 +148,14 @@ struct Preparation {
                 if (p >= 2) some |= (u32)__dp4a((int)(bytes & 0x08040201u), 0x01010101, 0) << (16 * (p - 2) + 4 * i);
             }
             if constexpr (WORDS == 4)
-                *(uint4*)tile.word[p][0][row][c] = make_uint4(graded[0], graded[1], graded[2], graded[3]);
+                *(uint4*)tile.word[p][0][0][row][c] = make_uint4(graded[0], graded[1], graded[2], graded[3]);
             else
-                *(uint4*)tile.word[p][ROWS == 8 ? 0 : half][row][c] =
-                    make_uint4(__byte_perm(graded[0], 0, 0x4140), __byte_perm(graded[0], 0, 0x4342), __byte_perm(graded[1], 0, 0x4140), __byte_perm(graded[1], 0, 0x4342));
+#pragma unroll
+                for (int upper = 0; upper < Prepared<ROWS>::VARIANTS; ++upper) {
+                    const u32 first = upper ? 0x1404 : 0x4140, second = upper ? 0x3424 : 0x4342;
+                    *(uint4*)tile.word[p][upper][ROWS == 8 ? 0 : half][row][c] =
+                        make_uint4(__byte_perm(graded[0], 0, first), __byte_perm(graded[0], 0, second), __byte_perm(graded[1], 0, first), __byte_perm(graded[1], 0, second));
+                }
         }
         // two sums (of at most 64 * 127) to a word
         int low = sum[0] + sum[1] * 65536, high = sum[2] + sum[3] * 65536;

@@ -14,6 +14,10 @@
 #ifndef STREAM
 #define STREAM 0
 #endif
+#ifndef MEET
+#define MEET 0
+#endif
+#define SPREAD (STREAM || MEET)
 
 struct True { static constexpr bool value = true; };
 struct False { static constexpr bool value = false; };
@@ -34,13 +38,14 @@ struct Args {
     int parts;               // decode_dense.cu: of the splits, those of a CTA; with STREAM and one row, of the stretches
     u32 ring, most_items;    // decode_dense.cu: bytes; items of a CTA
     u8* prepared;            // decode_dense.cu: [k_tiles] `Prepared`, made by a launch before; or null
-    // the rest only with STREAM
-    u32 items, places, chains;  // places: blocks of a CTA; chains: see decode_finish.cu
-    u32 of_parts, of_tiles, of_chains;  // `divide_by`: number of parts, k_tiles, chains
+    // the rest only with STREAM, or MEET (whose stretches are of chains)
+    u32 items, places, chains;  // places: sums that a CTA may leave, with STREAM one for each of its blocks; chains: see decode_finish.cu
+    u32 of_parts, of_tiles, of_chains;  // `divide_by`: number of parts (CTAs), items or chains of a block, chains
     u64 policy;              // of the L2 cache, for the weight
-    float* partial;          // [CTAs, places, ROWS, 8, 64]: sums over a CTA's part of the inputs, for each of its blocks
+    u32* partial;            // [CTAs, places, ROWS, 8, 64] zeros before and after: sums over a CTA's part of the inputs, three rows and more
     u32* carried;            // [CTAs, ROWS, 8, 64] zeros before and after: what a CTA hands on of a block that it leaves unfinished, one and two rows
-    u32* arrivals;           // [blocks] zeros before and after: how many parts of a block's sums are in `partial`
+    u32* arrivals;           // [blocks, 4] zeros before and after: see decode_meet.cu
+    u32 of_run, of_warps;    // `divide_by`, three rows and more: tiles_per_warp, warps_k
 };
 
 // Two adjacent inputs as they lie in memory, the first one even.

@@ -46,9 +46,9 @@ class DecodeWeight:
     factor: [blocks, K/64, 8] float32, tile scale * 2^(bits - 9): the value of one step of doubled, 8-bit-aligned codes
     transform: [N/64] uint8, row of `table` per output tile, `IDENTITY` for none
     table: [transforms, 64] uint8: bits 0-5 the permutation, 6 the left sign, 7 the right sign of diag(l) H[p, :] diag(r)
-    arrivals: int32, zeros between launches. Where the streaming kernels count how many parts of a block's sums are written
-        ([blocks], up to a multiple of 4), and behind it where a CTA leaves sums for the next one (1,024 to each). So two of
-        their launches over one weight must not run at the same time
+    arrivals: int32, zeros between launches. Where CTAs that share blocks count each other ([blocks, 4]), and behind it where
+        one leaves sums of one or two rows for the next one (1,024 to each). So two such launches over one weight must not run
+        at the same time
     """
 
     codes: Tensor
@@ -77,8 +77,8 @@ class DecodeWeight:
 
 
 def carried_from(blocks: int) -> int:
-    """Where in `arrivals` the first CTA's sums lie, on 16 bytes."""
-    return -(-blocks // 4) * 4
+    """Where in `arrivals` the first CTA's sums lie: behind four words of each block."""
+    return 4 * blocks
 
 
 def planes_map(w: DecodeWeight, tiles: int) -> bytes:

@@ -36,6 +36,8 @@ class DecodeConfig:
     stages: depth of a warp's ring, in steps of 16 channels
     parts: for three to eight rows, of the splits those that one CTA takes, 1 or 2
     launch_from: the number of rows from which (and from three on) a launch of its own prepares them, 9 for none
+    many: for three to eight rows, CTAs that take stretches of equal length instead of `parts`, without regard to where a block
+        ends, and whose sums meet in global memory; 0 for clusters
 
     Where it does not say so, a field is for one and two rows; more of them always take CTAs of eight warps and 512 outputs.
     """
@@ -47,14 +49,15 @@ class DecodeConfig:
     stages: int = 4
     parts: int = 1
     launch_from: int = 9
+    many: int = 0
 
     def __post_init__(self) -> None:
         if not (1 <= self.splits <= 16 and 1 <= self.warps_k <= self.warps_k * self.warps_n <= 16 and 3 <= self.stages <= 16):
             raise ValueError(f"{self}: wanted splits 1..16, at most 16 warps, stages 3..16")
         if self.tiles not in (4, 8):
             raise ValueError(f"{self}: wanted 4 or 8 tiles")
-        if self.parts not in (1, 2) or self.splits % self.parts:
-            raise ValueError(f"{self}: wanted one or two parts, that divide {self.splits} splits")
+        if self.parts not in (1, 2) or self.splits % self.parts or self.many < 0:
+            raise ValueError(f"{self}: wanted one or two parts, that divide {self.splits} splits, and many >= 0")
 
 
 #: What every CTA takes of a multiprocessor's shared memory beside its own.
@@ -64,6 +67,8 @@ _MOST_PLACES, _MOST_PER_CHAIN = 16, 32
 #: Above two rows: CTAs of a multiprocessor that registers allow; bytes of an `Item` of the CUDA source with two barriers;
 #: bytes of the ring that an item's planes take at most (16 KiB, and two planes of 8 KiB).
 _DENSE_RESIDENT, _ITEM_BYTES, _LARGEST_PLANES = 2, 176, 32 * 1024
+#: Of a `Place` there; CTAs that may have parts of one block (`ARRIVED` there).
+_PLACE_BYTES, _MOST_SHARERS = 528, 1023
 
 
 @dataclass(frozen=True)
@@ -249,6 +254,7 @@ def stream_geometry(rows: int, n_tiles: int, k_tiles: int, config: StreamConfig,
     places = min(-(-(most * parts - 1) // k_tiles) + 1, most * parts)
     per_chain = -(-most // config.chains)
     fits = places <= _MOST_PLACES and per_chain <= _MOST_PER_CHAIN and items * max(grid * (grid + 1), k_tiles) < 2**32
+    fits &= -(-(k_tiles - 1) // (items // grid)) + 1 <= _MOST_SHARERS
     few, shared = rows <= 2, 0
     if few:
         sums, stages = rows * 2048, config.stages * 2048
@@ -271,6 +277,7 @@ class DenseGeometry:
     """A launch of the kernel for three to eight rows, in the words of `Args` of the CUDA source.
 
     rows: that it is compiled for; cluster: CTAs; prepared_bytes: of an input tile's rows
+    items, places: of what CTAs take stretches of, and sums that each may leave; room: words that these take. 0 in clusters
     """
 
     rows: int
@@ -280,6 +287,9 @@ class DenseGeometry:
     ring: int
     shared_bytes: int
     prepared_bytes: int
+    items: int = 0
+    places: int = 0
+    room: int = 0
 
 
 @functools.cache
@@ -290,16 +300,26 @@ def dense_geometry(
 
     Raises `NotImplementedError` where a CTA's part does not fit.
     """
-    held = 4 if rows <= 4 else 8
+    held, blocks, items, places = 4 if rows <= 4 else 8, -(-n_tiles // 8), 0, 0
     if isinstance(config, StreamConfig):
         cut = stream_geometry(rows, n_tiles, k_tiles, config, gpu)
-        grid, cluster, most, received = cut.grid, 1, cut.most_items, 0
+        grid, cluster, most, items, places = cut.grid, 1, cut.most_items, cut.items, cut.places
+        received = _PLACE_BYTES * places
+    elif config.many:
+        each = config.splits * config.warps_k
+        items = blocks * each
+        grid, cluster = min(config.many, items), 1
+        chains, places = -(-items // grid), _most_sums(items, grid, config.warps_k)
+        most, ends = chains * per_chain(k_tiles, config), min(-(-(chains - 1) // each) + 1, chains)
+        received = _up(ends * (_PLACE_BYTES + 4 + 4 * each))
+        if ends > _MOST_PLACES or items * max(grid * (grid + 1), each) >= 2**32:
+            raise NotImplementedError(f"{config} for [{n_tiles * 64}, {k_tiles * 64}]: {ends} blocks a CTA: take more CTAs")
     else:
         cluster = config.splits // config.parts
-        grid = -(-n_tiles // 8) * cluster
+        grid = blocks * cluster
         most = config.parts * config.warps_k * per_chain(k_tiles, config)
         received = config.splits * -(-rows * 8 // cluster) * 256
-    prepared = 2048 + 20 * held + 16
+    prepared = (4096 if held == 4 else 2048) + 20 * held + 16
     launch = rows >= config.launch_from  # rows come with their items, and else stay where they were prepared
     kept = most * (_ITEM_BYTES + (0 if launch else prepared)) + 16 + received
     largest = _LARGEST_PLANES + (-(-prepared // 1024) * 1024 if launch else 0)
@@ -314,7 +334,19 @@ def dense_geometry(
             f"{config} for [{n_tiles * 64}, {k_tiles * 64}] and {rows} rows: {most} items and the sums of a cluster leave "
             f"{ring} bytes of {gpu.cta_bytes} to a ring that wants {largest}: take more CTAs (fewer parts)"
         )
-    return DenseGeometry(held, grid, cluster, most, ring, ring + kept, prepared)
+    room = grid * places * held * 8 * 64
+    return DenseGeometry(held, grid, cluster, most, ring, ring + kept, prepared, items, places, room)
+
+
+def _most_sums(chains: int, ctas: int, in_part: int) -> int:
+    """The most sums that one of the CTAs leaves that share so many chains, `in_part` of which make a part: each of the chains
+    that end a part which a CTA before began, and one of every other part."""
+    most = 0
+    for cta in range(ctas):
+        begin, end = cta * chains // ctas, (cta + 1) * chains // ctas
+        alone = min(-begin % in_part, end - begin)
+        most = max(most, alone + -(-(end - begin - alone) // in_part))
+    return most
 
 
 def divisor(d: int) -> int:

@@ -135,8 +135,28 @@ def clusters(n: int, k: int, config: DecodeConfig) -> None:
         assert cut.per_warp * config.splits * config.warps_k * 64 >= k and cut.warps <= 16
     for rows in range(3, 9):
         dense = many_rows(rows, n, k, config)
+        if config.many:
+            stretches(n, k, config, dense)
+            continue
         assert dense.cluster * config.parts == config.splits and dense.grid == -(-n // 512) * dense.cluster
         assert dense.most_items * dense.cluster * 64 >= k
+
+
+def stretches(n: int, k: int, config: DecodeConfig, dense: DenseGeometry) -> None:
+    """Every chain once, and of each part all chains before its end: by the rules of the kernel's `Addends`."""
+    in_part, chains, at = config.warps_k, -(-n // 512) * config.splits * config.warps_k, 0
+    assert dense.items == chains and dense.cluster == 1 and dense.room == dense.grid * dense.places * dense.rows * 512
+    for cta in range(dense.grid):
+        begin, end = cta * chains // dense.grid, (cta + 1) * chains // dense.grid
+        assert at == begin < end and (end - begin) * (dense.most_items // -(-chains // dense.grid)) <= dense.most_items
+        alone, sums = min(end, -(-begin // in_part) * in_part), 0
+        while at < end:
+            behind = at + 1 if at < alone else min(end, at - at % in_part + in_part)
+            number = at - begin if at <= alone else alone - begin + -(-(at - alone) // in_part)
+            assert number == sums and (behind - 1) // in_part == at // in_part
+            at, sums = behind, sums + 1
+        assert sums <= dense.places
+    assert at == chains
 
 
 def many_rows(rows: int, n: int, k: int, config: DecodeConfig | StreamConfig) -> DenseGeometry:
@@ -212,6 +232,15 @@ def test_configurations():
     assert gpu_key("NVIDIA H200") == "h200" and gpu_key("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
     for n, k in ((64, 64), (4096, 14336), (28672, 4096), (8192, 28672), (2048, 64 * 300)):
         clusters(n, k, default_config(n, k, H200))
+    for n, k, many in (
+        (64, 64, 1),
+        (1088, 1536, 7),
+        (4096, 4096, 128),
+        (6144, 4096, 132),
+        (28672, 4096, 264),
+        (576, 1536, 10**4),
+    ):
+        clusters(n, k, DecodeConfig(8, 4, stages=3, many=many))
     with pytest.raises(NotImplementedError, match="shared memory"):
         default_config(4096, 64 * 4000, H200)
     for (n, k), config in tuned("h200").items():

@@ -116,6 +116,34 @@ def test_a_gpu_without_clusters_is_served_by_triton(monkeypatch):
             cache.cache_clear()
 
 
+def test_the_room_for_sums_grows_and_holds_zeros(monkeypatch):
+    monkeypatch.setattr(decode_bitplane, "_rooms", {})
+    device = torch.device("cpu")
+    room = decode_bitplane.sums_room(device, 64)
+    assert room.numel() == 64 and not room.any() and decode_bitplane.sums_room(device, 8) is room
+    assert decode_bitplane.sums_room(device, 65).numel() == 65
+
+
+@pytest.mark.gpu
+def test_what_is_made_at_load_is_what_calls_use(monkeypatch):
+    """A captured graph must meet neither the compiler nor a new room; a room that something was left in is cleared."""
+    case, device = make_case(1088, 1536), torch.device("cuda")
+    w = prepare(case.weight, TRANSFORMS, ctas=8).to(device)
+    x, thr = make_rows(8, 1536, torch.bfloat16).cuda(), torch.tensor(THRESHOLDS["graded"], device=device)
+    for config in (DecodeConfig(4, 3, stages=3, many=24), DecodeConfig(4, 3, stages=3), StreamConfig(8, 5)):
+        monkeypatch.setattr(decode_bitplane, "decode_config", lambda *shape, config=config: config)
+        for room in decode_bitplane._rooms.values():
+            room.fill_(7)
+        decode_bitplane.make_ready(w, x.dtype)
+        compiled, rooms = decode_bitplane._module.cache_info().misses, dict(decode_bitplane._rooms)
+        for m in (1, 2, 3, 8):
+            assert torch.equal(decode_linear(x[:m], w, None, thr)[:1], decode_linear(x[:1], w, None, thr))
+        assert decode_bitplane._module.cache_info().misses == compiled
+        assert all(rooms[d] is room for d, room in decode_bitplane._rooms.items())
+        for room in decode_bitplane._rooms.values():
+            room.zero_()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", ["cuda", "triton"])
 def test_the_check_at_load_passes(path):
@@ -152,6 +180,17 @@ def test_every_cut_gives_the_same_integers(splits, warps, tiles):
     case = make_case(1088, 1536, "mixed2468")
     for m, stages in ((1, 4), (2, 3), (4, 4), (7, 6)):
         config = DecodeConfig(splits, *warps, tiles, stages, parts=2 if splits % 4 == 0 else 1, launch_from=5)
+        check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("many", [3, 5, 7, 24, 47, 1000])
+@pytest.mark.parametrize(("splits", "warps_k"), [(1, 1), (4, 3), (8, 3), (2, 8)])
+def test_every_stretch_of_chains_gives_the_same_integers(many, splits, warps_k):
+    """From CTAs with several blocks to one CTA a chain, and more than run at the same time: in the order of the clusters."""
+    case = make_case(1088, 1536, "mixed2468")
+    for m in (3, 4, 8):
+        config = DecodeConfig(splits, warps_k, tiles=8, stages=3, launch_from=8, many=many)
         check(case, m, "graded", torch.bfloat16, "cuda", path="cuda", config=config)
 
 
@@ -200,7 +239,10 @@ def test_a_stream_needs_room_in_its_weight():
     decode_linear(x, w, None, thr, path="cuda", config=StreamConfig(6))
     with pytest.raises(ValueError, match="prepare it with ctas=7"):
         decode_linear(x, w, None, thr, path="cuda", config=StreamConfig(7))
-    assert not bool(w.arrivals.any())  # zeros between launches
+    for m in (1, 8):
+        decode_linear(make_rows(m, 1536, torch.bfloat16).cuda(), w, None, thr, path="cuda", config=StreamConfig(6))
+    room = decode_bitplane.sums_room(x.device, 1)
+    assert not bool(w.arrivals.any()) and not bool(room.any())  # zeros between launches
 
 
 @pytest.mark.gpu
