@@ -230,6 +230,14 @@ class Kernel:
         check(driver().cuFuncGetAttribute(ctypes.byref(value), which, self.handle), f"attribute of {self.name}")
         return value.value
 
+    def clusters_at_once(self, *, threads: int, cluster: int, shared_bytes: int) -> int:
+        """How many clusters of so many CTAs the device runs at a time. Asked of the driver, because multiprocessors that are
+        switched off differ from chip to chip."""
+        request, found = _Request(cluster, threads, cluster, shared_bytes, False), ctypes.c_int()
+        code = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self.handle, request.pointer)
+        check(code, f"clusters of {cluster} CTAs of {self.name}")
+        return found.value
+
     def launch(
         self, args: ctypes.Structure, *, grid: int, threads: int, cluster: int, shared_bytes: int, stream: int, overlap: bool
     ) -> None:

@@ -2,17 +2,18 @@
 // (`reference.requantize_block_ref`). Compiled by NVRTC for compute capability 9.0.
 //
 // A step is four tiles: WIDTH of outputs (half a block of the decode form, or a quarter) by DEPTH of inputs. A range of outputs is WIDTH
-// tiles. Steps stand in the order of memory, range by range, and every CTA takes as many of them, whatever the shape. Three kinds of warps
-// work behind each other. Readers fill a ring with plane words (tensor copy, and `cp.async` for planes 2 and 3), and one of INT8 rows.
-// Expanding warps, each with one tile of a step, make codes of plane words, multiply them in half precision by what makes one scale of all
-// tiles of 64 outputs, round them to INT8 and write them where the tensor core reads them. Multiplying warps only start its products
-// (`wgmma`), whose integer sums over the inputs stay in registers: nothing is rescaled on the way, so that the cost of a tile hardly grows
-// with the number of rows.
-// Where a CTA is through with a range, it adds its sums to those of others in memory: whole numbers, so that the order does not matter. Who
-// comes last takes them (leaving zeros), rotates the outputs back, adds the bias and rounds, at the end of its steps, with all warps.
-// Where there are nearly as many ranges as multiprocessors, a CTA takes a whole one, whose sums stay where they are.
+// tiles, and steps stand in the order of memory, range by range. Three kinds of warps work behind each other. Readers fill a ring with plane
+// words (tensor copy, and `cp.async` for planes 2 and 3), and one of INT8 rows. Expanding warps, each with one tile of a step, make codes of
+// plane words, multiply them in half precision by what makes one scale of all tiles of 64 outputs, round them to INT8 and write them where
+// the tensor core reads them. Multiplying warps only start its products (`wgmma`), whose integer sums over the inputs stay in registers:
+// nothing is rescaled on the way, so that the cost of a tile hardly grows with the number of rows.
+// The CTAs of a cluster have a range, each an even part of its inputs. In the end each adds up the sums of some rows, its own and those
+// in the shared memory of the others: whole numbers, so that the order does not matter. It rotates the outputs back, adds the bias and rounds.
+// STREAM: a CTA takes as many steps as every other, whatever the shape, and adds its sums of a range to those of others in memory. Who comes
+// last takes them (leaving zeros).
 //
-// Set by the compiler's command line: XTYPE (of y: 0 bf16, 1 fp16), TOKENS (16, 32, 64, 128), WIDTH (4, 2).
+// Set by the compiler's command line: XTYPE (of y: 0 bf16, 1 fp16), TOKENS (16, 32, 64, 128), WIDTH (4, 2), STREAM (1: steps are cut
+// wherever a range of outputs ends; 0: the CTAs of a cluster have a range).
 
 #include "prefill_ptx.cu"
 #include "prefill_planes.cu"
@@ -34,26 +35,32 @@ struct Args {
     u32* arrivals;        // [ranges], likewise
     long long y_stride;
     int rows, rows_padded, steps, bias_type;  // rows_padded: a multiple of 128; steps of all CTAs: below 2^32 / CTAs
+    int parts;                                // CTAs of a cluster
 };
 
 constexpr int TILES = 4, DEPTH = TILES / WIDTH, SUMS = WIDTH * 64 * TOKENS;
 // Groups of four warps. The tensor core's sums take 128 registers of a multiplier, and 24 more are out of its reach.
 constexpr int MULTIPLIERS = WIDTH * TOKENS == 512 ? 2 : 1, EXPANDERS = MULTIPLIERS == 2 ? 2 : 3, GROUPS = MULTIPLIERS + EXPANDERS + 1;
 constexpr int THREADS = 128 * GROUPS, READERS = 3, WORKERS = 4 * (MULTIPLIERS + EXPANDERS);  // the fourth warp of the last group reads rows
-constexpr int STAGES = 6, ROW_STAGES = TOKENS < 128 ? 6 : WIDTH == 2 ? 3 : 4, BUFFERS = TOKENS * DEPTH < 128 ? 4 : 3;
-// The same warps take every use of a place: they cannot mistake the last but one use for the last.
-static_assert(STAGES % EXPANDERS == 0 && ROW_STAGES % EXPANDERS == 0 && BUFFERS >= EXPANDERS);
+// Places of rings: of plane words, of rows, of codes (what is expanded before there are rows).
+constexpr int STAGES = MULTIPLIERS == 2 && !STREAM ? 8 : 6, ROW_STAGES = TOKENS < 128 ? 6 : WIDTH == 2 ? 3 : 4;
+constexpr int BUFFERS = TOKENS == 128 ? WIDTH == 2 ? 4 : 3 : TOKENS == 64 && (WIDTH == 2 || STREAM) ? 4 : 6;
+// Nobody may mistake the last but one use of a place for the last: the same warps take every use, or are never so far ahead.
+static_assert(STAGES % EXPANDERS == 0 && BUFFERS >= EXPANDERS && (STAGES % READERS == 0 || STAGES >= READERS + EXPANDERS + BUFFERS));
 // A place of the ring: planes 0 and 1, then 2 and 3, each [DEPTH][two planes][64 inputs][WIDTH], a tile's unit at place tile ^ `twist`.
 constexpr int LINE = WIDTH * 16, PLANE = 64 * LINE, STAGE_BYTES = TILES * 4096;
-constexpr int X_BYTES = DEPTH * TOKENS * 64 + 512;  // rows of a step, and the factors of its inputs
+constexpr int X_BYTES = DEPTH * TOKENS * 64, FACTOR_BYTES = DEPTH * 128;  // rows of a step, and the factors of its inputs
 constexpr int TILE_BYTES = 4096, BUFFER_BYTES = TILES * TILE_BYTES;  // codes of a tile, of a step: [64 outputs][64 inputs], swizzled by 64 bytes
 constexpr int SENT_ROWS = TOKENS < 64 ? TOKENS : 64, SENT = SENT_ROWS * 64;  // bytes that a warp adds to memory at once: 16 outputs of so many rows
 // Shared memory, as `batch_bytes` in prefill_batch.py counts it: both rings (in the end, room to permute outputs); codes; sums on their
 // way; steps; barriers; ranges of outputs.
 constexpr int ROWS_AT = STAGES * STAGE_BYTES, CODES_AT = (ROWS_AT + ROW_STAGES * X_BYTES + 1023) / 1024 * 1024;
-constexpr int SENT_AT = CODES_AT + BUFFERS * BUFFER_BYTES, STEPS_AT = SENT_AT + 4 * MULTIPLIERS * SENT;
+constexpr int SENT_AT = CODES_AT + BUFFERS * BUFFER_BYTES, FACTORS_AT = SENT_AT + (STREAM ? 4 * MULTIPLIERS * SENT : 0);
+constexpr int STEPS_AT = FACTORS_AT + STAGES * FACTOR_BYTES;
 constexpr int PERIOD = 32;  // steps that are made ready at a time, two periods kept
-constexpr int BARRIERS_AT = STEPS_AT + 2 * PERIOD * sizeof(uint4[TILES + 1]), LAST_AT = BARRIERS_AT + (STAGES + ROW_STAGES + BUFFERS) * 16;
+constexpr int KNOWN_AT = STEPS_AT + 2 * PERIOD * sizeof(uint4[TILES + 1]), KNOWN_BYTES = 336;
+constexpr int BARRIERS_AT = KNOWN_AT + WIDTH * KNOWN_BYTES, LAST_AT = BARRIERS_AT + (STAGES + ROW_STAGES + BUFFERS + 1) * 16;
+constexpr int SCALES_AT = LAST_AT + 256;  // behind 64 words: scales of rows
 
 // What is known of a step. tile.x, y: unit of input 0 in planes 2 and 3; z: units from an input to the next in plane 2 (bits 0-7) and
 // plane 3 (8-15), and whether the tile lacks plane 2 (16) and 3 (17); w: `ratio`. place.x: number among the weight's blocks and input
@@ -97,6 +104,9 @@ __device__ __forceinline__ void make_ready(const Args& args, Step* ready, u32 fi
     to.place = make_uint4(at, kt, first_tile, 0);
 }
 
+// Bits 1 and 2 change places.
+__device__ __forceinline__ constexpr u32 swapped(u32 g) { return g & 1 | (g & 2) << 1 | (g & 4) >> 1; }
+
 // So many steps behind those that read a step is behind everybody.
 constexpr int BEHIND = STAGES + 2 * READERS;
 
@@ -107,9 +117,10 @@ struct Reader {
     u32 base, full, empty, first;
     int steps, lane;
 
-    // Planes 0 and 1, by one thread.
-    __device__ __forceinline__ void read_dense(int slot, u32 block_step, u32 first_tile) const {
-        barrier_arrive_expect(full + slot * 8, STAGE_BYTES / 2);
+    // Planes 0 and 1 and the inputs' factors, by one thread.
+    __device__ __forceinline__ void read_dense(int slot, u32 block_step, u32 kt, u32 first_tile) const {
+        barrier_arrive_expect(full + slot * 8, STAGE_BYTES / 2 + FACTOR_BYTES);
+        copy_bulk(base + FACTORS_AT + slot * FACTOR_BYTES, args.smoothing + kt * 64, FACTOR_BYTES, full + slot * 8);
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
             copy_box(base + slot * STAGE_BYTES + d * 2 * PLANE, args.planes, first_tile * 16, (block_step + d) * 128, full + slot * 8);
@@ -118,14 +129,14 @@ struct Reader {
     // What the first steps have of it, which asks for nothing that must be loaded before.
     __device__ __forceinline__ void read_first() const {
         for (int s = lane; s < min(steps, STAGES); s += 32) {
-            const u32 k_steps = args.w.k_tiles / DEPTH, range = (first + s) / k_steps;
-            read_dense(s, block_at(args, range, (first + s) % k_steps * DEPTH), first_tile_of(range));
+            const u32 k_steps = args.w.k_tiles / DEPTH, range = (first + s) / k_steps, kt = (first + s) % k_steps * DEPTH;
+            read_dense(s, block_at(args, range, kt), kt, first_tile_of(range));
         }
     }
 
     __device__ __forceinline__ void read_weight(int s, int slot) const {
         const Step& step = ready[s & 2 * PERIOD - 1];
-        if (s >= STAGES && lane == 0) read_dense(slot, step.place.x, step.place.z);
+        if (s >= STAGES && lane == 0) read_dense(slot, step.place.x, step.place.y, step.place.z);
         const uint4 tile = step.tile[lane % TILES];
         const u32 input = lane / TILES;  // and all further ones of the lane
         const u32 to = base + slot * STAGE_BYTES + unit_at(lane % TILES, input);
@@ -169,16 +180,16 @@ private:
 // One thread that reads rows.
 __device__ __forceinline__ void read_rows(const Args& args, u32 at, u32 full, u32 empty, u32 kt, int steps) {
     wait_for_inputs();
+    let_next_start();
     int slot = 0;
     u32 parity = 1;
 #pragma unroll 1
     for (int s = 0; s < steps; ++s) {
         barrier_wait(empty + slot * 8, parity);
-        barrier_arrive_expect(full + slot * 8, DEPTH * (TOKENS * 64 + 128));
+        barrier_arrive_expect(full + slot * 8, X_BYTES);
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
             copy_bulk(at + slot * X_BYTES + d * TOKENS * 64, args.x + (u64)(kt + d) * args.rows_padded * 64, TOKENS * 64, full + slot * 8);
-        copy_bulk(at + slot * X_BYTES + DEPTH * TOKENS * 64, args.smoothing + kt * 64, DEPTH * 128, full + slot * 8);
         kt += DEPTH;
         if (kt == args.w.k_tiles) kt = 0;
         if (++slot == ROW_STAGES) slot = 0, parity ^= 1;
@@ -216,8 +227,8 @@ __device__ __forceinline__ void requantise(u32 p0, u32 p1, u32 p2, u32 p3, const
     }
 }
 
-// A tile: from plane words (this lane's row of plane 0) to codes. Row 8 t + g of the codes is output 8 g + t. `room` is called when the codes
-// need room, `read` when all plane words have been read.
+// A tile: from plane words (this lane's row of plane 0) to codes. Row 8 t + `swapped(g)` of the codes is output 8 g + t, so that what half a warp
+// stores lies in different banks. `room` is called when the codes need room, `read` when all plane words have been read.
 template <bool WIDE, typename Room, typename Read>
 __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, u32 to, Room&& room, Read&& read) {
     constexpr int PLANES = WIDE ? 4 : 2, QUADS = MULTIPLIERS == 2 ? 2 : 4, HALVES = QUADS / 2;  // four inputs each, at a time: what registers allow
@@ -240,6 +251,7 @@ __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, 
                 by16[2 * h + (i >> 1)][i & 1] = WIDE ? 0 : half2_mul(one, 0x4c004c00u);
             }
         }
+        if (half + HALVES == 2) read();  // at once: what is read next is what memory's latency hides behind
 #pragma unroll
         for (int byte = 0; byte < 2; ++byte) {
             u32 code[QUADS][4];  // [..][j]
@@ -251,15 +263,10 @@ __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, 
                 requantise<WIDE>(p[0], p[1], p[2], p[3], by[q], by16[q], code[q]);
             }
             if (half == 0 && byte == 0) room();
-            if (half + HALVES == 2 && byte == 0) read();
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const u32 at = to + (4 * byte + j) * 512 + half * 8;
-                if constexpr (QUADS == 4)
-                    store_shared4(at, code[0][j], code[1][j], code[2][j], code[3][j]);
-                else
-                    store_shared2(at, code[0][j], code[1][j]);
-            }
+            for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int h = 0; h < HALVES; ++h) store_shared2((to ^ (half + h) * 32) + (4 * byte + j) * 512, code[2 * h][j], code[2 * h + 1][j]);
         }
     }
 }
@@ -272,41 +279,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
     const u32 first = first_of(blockIdx.x, args.steps), k_steps = args.w.k_tiles / DEPTH;
     const int steps = first_of(blockIdx.x + 1, args.steps) - first;
     const u32 first_range = first / k_steps;
-    const bool whole = args.steps == gridDim.x * k_steps;  // a CTA has a whole range of outputs, and shares it with nobody
+    const int parts = args.parts, part = blockIdx.x % parts;
 
     const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + STAGES * 8;
     const u32 rows_full = empty + STAGES * 8, rows_empty = rows_full + ROW_STAGES * 8, coded = rows_empty + ROW_STAGES * 8, used = coded + BUFFERS * 8;
+    const Share share(args, parts, part);
+    Known* known = (Known*)(shared + KNOWN_AT);
+    float* scales = (float*)(shared + SCALES_AT);
     Step* ready = (Step*)(shared + STEPS_AT);
     u32* last = (u32*)(shared + LAST_AT);  // a number and so many ranges of outputs that this CTA finishes
     const Reader reader{args, ready, base, full, empty, first, steps, lane};
-    let_next_start();
-    if (warp == 4 * (GROUPS - 1)) {
-        if (lane == 0) {
-            for (int i = 0; i < STAGES; ++i) barrier_init(full + i * 8, 32 + 1), barrier_init(empty + i * 8, TILES);
-            for (int i = 0; i < ROW_STAGES; ++i) barrier_init(rows_full + i * 8, 1), barrier_init(rows_empty + i * 8, TILES + 4 * MULTIPLIERS);
-            for (int i = 0; i < BUFFERS; ++i) barrier_init(coded + i * 8, TILES), barrier_init(used + i * 8, 4 * MULTIPLIERS);
-            barriers_are_ready();
-            last[0] = 0;
-        }
-        __syncwarp();
-        reader.read_first();
-    }
-    if (threadIdx.x < 2 * PERIOD && threadIdx.x < steps) make_ready(args, ready, first, threadIdx.x);
-    __syncthreads();
-
     if (group == GROUPS - 1) {
+        const int role = warp & 3;
+        if (role == 0) {
+            if (lane == 0) {
+                for (int i = 0; i < STAGES; ++i) barrier_init(full + i * 8, 32 + 1), barrier_init(empty + i * 8, TILES);
+                for (int i = 0; i < ROW_STAGES; ++i) barrier_init(rows_full + i * 8, 1), barrier_init(rows_empty + i * 8, 4 * MULTIPLIERS);
+                for (int i = 0; i < BUFFERS; ++i) barrier_init(coded + i * 8, TILES), barrier_init(used + i * 8, 4 * MULTIPLIERS);
+                barrier_init(used + BUFFERS * 8, 32);
+                barriers_are_ready();
+                last[0] = 0;
+            }
+            __syncwarp();
+            reader.read_first();
+        } else if (role <= 2 * PERIOD / 32) {
+            const int s = lane + 32 * (role - 1);
+            if (s < steps) make_ready(args, ready, first, s);
+        }
+        named_barrier<4, 128>();
+        named_arrive<5, THREADS>();  // the others have rows to do before they need any of it
         less_registers<32>();
-        if ((warp & 3) < READERS)
-            reader.run(warp & 3);
-        else if (lane == 0)
-            read_rows(args, base + ROWS_AT, rows_full, rows_empty, first % k_steps * DEPTH, steps);
-        __syncwarp();
-        named_barrier<1, THREADS>();
+        if (role < READERS)
+            reader.run(role);
+        else {
+            if (lane == 0) read_rows(args, base + ROWS_AT, rows_full, rows_empty, first % k_steps * DEPTH, steps);
+            __syncwarp();
+            if (!STREAM) {
+                for (int row = lane; row < TOKENS; row += 32) scales[row] = row < args.rows ? __ldcg(args.scale + row) : 0.f;
+                barrier_arrive(used + BUFFERS * 8);
+            }
+        }
         return;
     }
+    named_barrier<5, THREADS>();
     if (group < MULTIPLIERS) {
         more_registers<160>();
         constexpr int MINE = WIDTH / MULTIPLIERS;
+        if (!STREAM) find_known(args, known, first_range, threadIdx.x, 128 * MULTIPLIERS);
         int sum[MINE][TOKENS / 2], slot = 0, buffer = 0, s = 0;
         u32 parity = 0, buffer_parity = 0, range = first_range, arrived = range;
         // Steps up to `end`, of one range.
@@ -362,13 +381,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             arrive();  // by now what was sent is there
             multiply_until(end);
             const bool at_end = s == steps;  // then nobody needs the ring of plane words
-            if (whole) {
+            if constexpr (!STREAM) {
                 named_barrier<3, 128 * MULTIPLIERS>();  // nor any other room
-                int* to = (int*)shared + (warp & 3) * (TOKENS * 16) + lane;
 #pragma unroll
                 for (int i = 0; i < MINE; ++i)
 #pragma unroll
-                    for (int k = 0; k < TOKENS / 2; ++k) to[(group * MINE + i) * (TOKENS * 64) + k * 32] = sum[i][k];
+                    for (int k = 0; k < TOKENS / 2; k += 4)
+                        store_shared4(base + sums_at(group * MINE + i, warp & 3, k / 4, lane) * 4, sum[i][k], sum[i][k + 1], sum[i][k + 2], sum[i][k + 3]);
                 break;
             }
             wait_for_inputs();  // the launch before last may still use the sums
@@ -383,34 +402,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
                 if (lane == 0 && !(at_end && j < 3)) sent_wait<true>();  // the room is free
                 __syncwarp();
 #pragma unroll
-                for (int k = 0; k < SENT_ROWS / 2; ++k) store_shared(room + k * 128 + lane * 4, sum[i][4 * n + k]);
+                for (int k = 0; k < SENT_ROWS / 2; k += 4)
+                    store_shared4(room + sums_at(0, 0, k / 4, lane) * 4, sum[i][4 * n + k], sum[i][4 * n + k + 1], sum[i][4 * n + k + 2], sum[i][4 * n + k + 3]);
                 written_for_products();
                 __syncwarp();
                 if (lane == 0) add_bulk(to + (group * MINE + i) * (TOKENS * 64) + n * 128, room, min(SENT_ROWS, (args.rows - 8 * n + 7) / 8 * 8) * 64);
             }
             ++range;
         }
-        if (!whole) arrive();
+        if (STREAM) arrive();
+        if constexpr (MULTIPLIERS == 2) less_registers<96>();
     } else {
         if constexpr (MULTIPLIERS == 2) less_registers<64>();
         const int turn = group - MULTIPLIERS, tile = warp & 3;
         u32 from = base + unit_at(tile, lane);
         const int g = lane >> 2, c = lane & 3;
-        u32 to = base + CODES_AT + tile * TILE_BYTES + g * 64 + ((c ^ (g >> 1 & 3)) << 4);
+        u32 to = base + CODES_AT + tile * TILE_BYTES + swapped(g) * 64 + (8 * c ^ (swapped(g) >> 1 & 3) << 4);
         asm("" : "+r"(from), "+r"(to));
-        int slot = turn, row_slot = turn, buffer = turn;
-        u32 parity = 0, row_parity = 0, buffer_parity = 1;  // a buffer's first use waits for nobody
+        int slot = turn, buffer = turn;
+        u32 parity = 0, buffer_parity = 1;  // a buffer's first use waits for nobody
 #pragma unroll 1
         for (int s = turn; s < steps; s += EXPANDERS) {
             const u32 at = slot * STAGE_BYTES, into = to + buffer * BUFFER_BYTES;
-            const u32 smoothing = base + ROWS_AT + row_slot * X_BYTES + DEPTH * TOKENS * 64 + tile / WIDTH * 128 + c * 32;
+            const u32 smoothing = base + FACTORS_AT + slot * FACTOR_BYTES + tile / WIDTH * 128 + c * 32;
             barrier_wait(full + slot * 8, parity);
-            barrier_wait(rows_full + row_slot * 8, row_parity);
             const uint2 step = *(const uint2*)&ready[s & 2 * PERIOD - 1].tile[tile].z;
             const auto room = [&] { barrier_wait(used + buffer * 8, buffer_parity); };
             const auto read = [&] {
                 __syncwarp();
-                if (lane == 0) barrier_arrive(empty + slot * 8), barrier_arrive(rows_empty + row_slot * 8);
+                if (lane == 0) barrier_arrive(empty + slot * 8);
             };
             if (~step.x & 3 << 16)
                 expand_tile<true>(from + at, smoothing, step.y, into, room, read);
@@ -421,18 +441,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             if (lane == 0) barrier_arrive(coded + buffer * 8);
             slot += EXPANDERS;
             if (slot >= STAGES) slot -= STAGES, parity ^= 1;
-            row_slot += EXPANDERS;
-            if (row_slot >= ROW_STAGES) row_slot -= ROW_STAGES, row_parity ^= 1;
             buffer += EXPANDERS;
             if (buffer >= BUFFERS) buffer -= BUFFERS, buffer_parity ^= 1;
         }
         __syncwarp();
+        if constexpr (MULTIPLIERS == 2) more_registers<96>();
     }
     wait_for_inputs();
-    named_barrier<1, THREADS>();  // nobody needs the rings any more
-    float* room = (float*)(shared + SUMS * 4 + warp * (8 * 66 * 4));
-    if (whole)
-        finish_range<true>(args, (int*)shared, first_range, room, warp, lane);
-    else
-        for (u32 i = 1; i <= last[0]; ++i) finish_range<false>(args, args.sums + (u64)last[i] * SUMS, last[i], room, warp, lane);
+    float* room = (float*)(shared + SUMS * 4 + warp * (ROOM * 4));
+    if constexpr (!STREAM) {
+        if (parts > 1)
+            cluster_arrive(), cluster_wait();
+        else
+            named_barrier<1, 32 * WORKERS>();
+        barrier_wait(used + BUFFERS * 8);
+        if (parts > 1) {
+            switch (parts) {
+                case 2: gather<1>(base, parts, part, share, warp, lane); break;
+                case 3: gather<2>(base, parts, part, share, warp, lane); break;
+                case 4: gather<3>(base, parts, part, share, warp, lane); break;
+                case 5: gather<4>(base, parts, part, share, warp, lane); break;
+                case 6: gather<5>(base, parts, part, share, warp, lane); break;
+                case 7: gather<6>(base, parts, part, share, warp, lane); break;
+                default: gather<7>(base, parts, part, share, warp, lane);
+            }
+            named_barrier<1, 32 * WORKERS>();
+        }
+        finish_range<true>(args, nullptr, base, scales, share, known, first_range, room, warp, lane);
+        if (parts > 1) cluster_leave(), cluster_wait();  // nobody leaves whose sums are still read
+    } else {
+        named_barrier<1, 32 * WORKERS>();  // nobody needs the rings any more
+        for (u32 i = 1; i <= last[0]; ++i) {
+            find_known(args, known, last[i], threadIdx.x, 32 * WORKERS);
+            named_barrier<1, 32 * WORKERS>();
+            finish_range<false>(args, args.sums + (u64)last[i] * SUMS, 0, nullptr, share, known, last[i], room, warp, lane);
+            named_barrier<1, 32 * WORKERS>();
+        }
+    }
 }

@@ -26,16 +26,19 @@ from vllm_tilequant.kernels.prefill_cuda import (
 from vllm_tilequant.kernels.tuning import multiprocessors
 from vllm_tilequant.schema import TILE
 
-#: Tiles of outputs that a step may have; threads of a CTA.
-_WIDTHS, _THREADS = (4, 2), 640
+#: Tiles of outputs that a step may have; with whether steps are cut wherever a range of outputs ends; threads of a CTA.
+_WIDTHS, _KINDS, _THREADS = (4, 2), ((4, False), (2, False), (4, True)), 640
+#: Tiles of outputs of a step, steps, CTAs, and how many of these share a range, a cluster: 0 where steps are cut anywhere.
+Cut = tuple[int, int, int, int]
 #: Room for a number and ranges of outputs that a CTA of the kernel for batches finishes.
 _MOST_RANGES = 64
-#: Share of multiprocessors from which on it is better to leave the others idle than to share ranges of outputs.
-_WHOLE = 0.8
-#: Steps of a CTA below which two tiles of outputs are better than four.
-_FEW_STEPS = 16
-#: Threads of CTAs that quantise the rows of a batch, of up to so many inputs and of more.
-_BATCH_ROWS_THREADS, _SMALL_ROW = (128, 256), 6144
+#: Most CTAs that share a range of outputs: a cluster.
+_MOST_PARTS = 8
+#: In steps: what sharing sums through memory costs, and in clusters for every tile of outputs of a step; steps of each width.
+_STREAM_END, _SHARED_END, _WIDTH_COSTS = 20, 2, {4: 1.0, 2: 1.04}
+#: Threads of CTAs that quantise the rows of a batch; eights of inputs that a thread has, `MOST_INPUTS` in a cluster at most;
+#: how many of these CTAs there are for short rows: for few of them as many as wait on a GPU beside the kernel for batches.
+_ROWS_THREADS, _ROWS_PIECES, _ROWS_CTAS, _FEW_ROWS = 128, (1, 2), (128, 512), 64
 
 
 class BatchArgs(ctypes.Structure):
@@ -48,8 +51,8 @@ class BatchArgs(ctypes.Structure):
             "ratio", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "sums", "arrivals",
         )),
         ("y_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type")),
-        ("padding", ctypes.c_ubyte * 48),
+        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type", "parts")),
+        ("padding", ctypes.c_ubyte * 44),
     ]  # fmt: skip
 
 
@@ -73,8 +76,8 @@ def kernels(dtype: torch.dtype) -> list[tuple[str, Callable[..., Module], tuple[
     if dtype not in DTYPES[:2]:
         return []
     wanted: list[tuple[str, Callable[..., Module], tuple[object, ...]]]
-    wanted = [("batch", _batch_module, (dtype, tokens, width)) for tokens in TOKENS for width in _WIDTHS]
-    return wanted + [("batch_rows", _batch_rows_module, (dtype, threads)) for threads in _BATCH_ROWS_THREADS]
+    wanted = [("batch", _batch_module, (dtype, tokens, *kind)) for tokens in TOKENS for kind in _KINDS]
+    return wanted + [("batch_rows", _batch_rows_module, (dtype, pieces)) for pieces in _ROWS_PIECES]
 
 
 def batch_tokens(rows: int) -> int:
@@ -82,21 +85,16 @@ def batch_tokens(rows: int) -> int:
     return next(t for t in TOKENS if rows <= t)
 
 
-def batch_width(n: int, k: int, most: int) -> int:
-    """Tiles of outputs of a step. Two halve what CTAs exchange, but each reads twice the rows, and lines of 32 bytes: good for
-    few steps, where nothing is whole (`_WHOLE`), and for an even number of input tiles. most: CTAs"""
-    ranges, k_tiles = -(-n // (4 * TILE)), k // TILE
-    return 2 if ranges < _WHOLE * most and ranges * k_tiles < _FEW_STEPS * most and k_tiles % 2 == 0 else 4
-
-
-def batch_bytes(tokens: int, width: int) -> int:
+def batch_bytes(tokens: int, width: int, stream: bool) -> int:
     """Of shared memory of a CTA; mirrors the layout at the top of prefill_batch.cu."""
     rows, multipliers = tokens * SHORT_TILES // width, 2 if width * tokens == 512 else 1
-    row_stages, buffers = 6 if tokens < 128 else 3 if width == 2 else 4, 4 if rows < 128 else 3
-    rings = 6 * BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + row_stages * (rows * 64 + 512)
-    sent = 4 * multipliers * 64 * min(tokens, 64)
-    kept = buffers * SHORT_TILES * 4096 + sent + 64 * (SHORT_TILES + 1) * 16 + (6 + row_stages + buffers) * 16
-    return -(-rings // 1024) * 1024 + kept + 4 * _MOST_RANGES
+    stages, row_stages = 8 if multipliers == 2 and not stream else 6, 6 if tokens < 128 else 3 if width == 2 else 4
+    buffers = (4 if width == 2 else 3) if tokens == 128 else 4 if tokens == 64 and (width == 2 or stream) else 6
+    rings = stages * BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + row_stages * rows * 64
+    sent = 4 * multipliers * 64 * min(tokens, 64) if stream else 0
+    kept = stages * SHORT_TILES // width * 128 + 64 * (SHORT_TILES + 1) * 16 + width * 336
+    barriers = (stages + row_stages + buffers + 1) * 16
+    return -(-rings // 1024) * 1024 + buffers * SHORT_TILES * 4096 + sent + kept + barriers + 4 * _MOST_RANGES + 4 * tokens
 
 
 _sums: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -105,12 +103,12 @@ _sums: dict[torch.device, tuple[Tensor, Tensor]] = {}
 def batch_sums(device: torch.device, n: int) -> tuple[Tensor, Tensor]:
     """Where CTAs of the kernel for batches add up N outputs of up to 128 rows, and count each other: zeros between launches, of
     the process, shared by all layers. Made at load, so that a memory profile counts it. Not for two streams at once."""
-    ranges = -(-n // (min(_WIDTHS) * TILE))
+    ranges = -(-n // (4 * TILE))
     held = _sums.get(device)
     if held is None or held[1].numel() < ranges:
         _sums.pop(device, None)
         held = None  # before the larger one is allocated
-        sums = torch.zeros(ranges * min(_WIDTHS) * TILE * TOKENS[-1], dtype=torch.int32, device=device)
+        sums = torch.zeros(ranges * 4 * TILE * TOKENS[-1], dtype=torch.int32, device=device)
         held = _sums[device] = sums, torch.zeros(ranges, dtype=torch.int32, device=device)
     return held
 
@@ -129,9 +127,8 @@ def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tenso
     m, k = x.shape
     padded = -(-m // TOKENS[-1]) * TOKENS[-1]
     q, scale = empty_rows(k // TILE * padded, TILE, torch.int8, x.device), empty_rows(m, 1, torch.float32, x.device)
-    threads, ctas = _rows_cut(k)
-    args = BatchRows(x.data_ptr(), pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0), k, padded, ctas)
-    _launch_rows(args, m, threads, x.device, x.dtype)
+    args = BatchRows(x.data_ptr(), pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0), k, padded)
+    _launch_rows(args, m, x.device, x.dtype)
     return q, scale
 
 
@@ -139,70 +136,92 @@ def batch(
     q: Tensor, scale: Tensor, w: DecodeWeight, block: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, out: Tensor
 ) -> None:
     """y of rows by `quantize_batch`. block: `ratio`, `unit`, `of_input` of `PrefillWeight`; out: [M, N], aligned to pairs"""
-    weight, (width, steps, grid) = weight_args(w), _cut(w)
+    weight, cut = weight_args(w), _cut(w, out.dtype)
+    width, steps, *_ = cut
     sums, arrivals = batch_sums(w.device, w.out_features)
     planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, width))
-    for first in range(0, out.shape[0], TOKENS[-1]):
-        y = out[first : first + TOKENS[-1]]
-        args = BatchArgs(
-            planes, weight, *(t.data_ptr() for t in block), q.data_ptr() + first * TILE, scale.data_ptr() + first * 4,
-            w.transform.data_ptr(), w.table.data_ptr(), pointer(bias), y.data_ptr(), sums.data_ptr(), arrivals.data_ptr(),
-            y.stride(0), y.shape[0], q.shape[0] // weight.k_tiles, steps, 0 if bias is None else DTYPES.index(bias.dtype),
-        )  # fmt: skip
-        _launch(args, grid, width, w.device, out.dtype)
+    args = BatchArgs(
+        planes, weight, *(t.data_ptr() for t in block), q.data_ptr(), scale.data_ptr(), w.transform.data_ptr(),
+        w.table.data_ptr(), pointer(bias), out.data_ptr(), sums.data_ptr(), arrivals.data_ptr(), out.stride(0), 0,
+        q.shape[0] // weight.k_tiles, steps, 0 if bias is None else DTYPES.index(bias.dtype),
+    )  # fmt: skip
+    _launch(args, out.shape[0], cut, w.device, out.dtype)
 
 
 class Batch:
-    """`quantize_batch` and `batch` of up to 128 rows for one weight where it lies: all but rows, outputs and what launches
-    share is looked up once. Holds no tensor."""
+    """`quantize_batch` and `batch` for one weight where it lies: all but rows, outputs and what launches share is looked up
+    once. Holds no tensor."""
 
     def __init__(
         self, dtype: torch.dtype, unsmoothing: Tensor | None, w: DecodeWeight, block: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         self.device, self.dtype, self.n, self.k = w.device, dtype, w.out_features, w.in_features
-        self.width, steps, self.grid = _cut(w)
-        self.threads, ctas = _rows_cut(self.k)
-        planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, self.width))
+        self.cut = width, steps, *_ = _cut(w, dtype)
+        planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, width))
         self.args = BatchArgs(
             planes, weight_args(w), *(t.data_ptr() for t in block), transform=w.transform.data_ptr(), table=w.table.data_ptr(),
-            y_stride=self.n, rows_padded=TOKENS[-1], steps=steps,
+            y_stride=self.n, steps=steps,
         )  # fmt: skip
-        self.rows = BatchRows(unsmoothing=pointer(unsmoothing), stride=self.k, k=self.k, rows_padded=TOKENS[-1], ctas=ctas)
+        self.rows = BatchRows(unsmoothing=pointer(unsmoothing), stride=self.k, k=self.k)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [M, K] contiguous, on a border of `ALIGNMENT`"""
         m = x.shape[0]
-        q = empty_rows(self.k // TILE * TOKENS[-1], TILE, torch.int8, self.device)
+        padded = -(-m // TOKENS[-1]) * TOKENS[-1]
+        q = empty_rows(self.k // TILE * padded, TILE, torch.int8, self.device)
         scale, y = empty_rows(m, 1, torch.float32, self.device), empty_rows(m, self.n, self.dtype, self.device)
         sums, arrivals = batch_sums(self.device, self.n)
         rows, args = BatchRows.from_buffer_copy(self.rows), BatchArgs.from_buffer_copy(self.args)  # of this thread
-        rows.x, rows.q, rows.scale = x.data_ptr(), q.data_ptr(), scale.data_ptr()
-        args.x, args.scale, args.y, args.rows = q.data_ptr(), scale.data_ptr(), y.data_ptr(), m
+        rows.x, rows.q, rows.scale, rows.rows_padded = x.data_ptr(), q.data_ptr(), scale.data_ptr(), padded
+        args.x, args.scale, args.y, args.rows_padded = q.data_ptr(), scale.data_ptr(), y.data_ptr(), padded
         args.sums, args.arrivals = sums.data_ptr(), arrivals.data_ptr()
         if bias is not None:
             args.bias, args.bias_type = bias.data_ptr(), DTYPES.index(bias.dtype)
-        _launch_rows(rows, m, self.threads, self.device, self.dtype)
-        _launch(args, self.grid, self.width, self.device, self.dtype)
+        _launch_rows(rows, m, self.device, self.dtype)
+        _launch(args, m, self.cut, self.device, self.dtype)
         return y
 
 
-def _cut(w: DecodeWeight) -> tuple[int, int, int]:
-    """Tiles of outputs of a step, steps, CTAs."""
-    most = multiprocessors(w.device).count
-    width = batch_width(w.out_features, w.in_features, most)
-    ranges = -(-w.out_features // TILE // width)
-    steps = ranges * (w.in_features // TILE) * width // SHORT_TILES
-    # A range of outputs to a CTA, if that keeps enough of them busy: nothing is exchanged then. More than run at once only
-    # where there would be no room for the ranges that one finishes: those that it has whole, and parts of two.
-    ctas = ranges if _WHOLE * most <= ranges <= most else min(most, steps)
-    return width, steps, max(ctas, -(-ranges // (_MOST_RANGES - 3)))
+def _cut(w: DecodeWeight, dtype: torch.dtype) -> Cut:
+    most, n_tiles, k_tiles = multiprocessors(w.device).count, w.out_features // TILE, w.in_features // TILE
+    width, parts = _shared(w.device, dtype, n_tiles, k_tiles, most)
+    ranges = -(-n_tiles // width)
+    steps = ranges * k_tiles * width // SHORT_TILES
+    if parts:
+        return width, steps, ranges * parts, parts
+    # More than run at once only where there would be no room for the ranges that one finishes: those that it has whole, and
+    # parts of two.
+    return width, steps, max(min(most, steps), -(-ranges // (_MOST_RANGES - 3))), 0
 
 
-def _launch_rows(args: BatchRows, m: int, threads: int, device: torch.device, dtype: torch.dtype) -> None:
-    _batch_rows_module(device, dtype, threads).kernel("batch_rows").launch(
+@functools.cache
+def _shared(device: torch.device, dtype: torch.dtype, n_tiles: int, k_tiles: int, most: int) -> tuple[int, int]:
+    """Tiles of outputs of a step, and how many CTAs share a range, 0 where steps are cut anywhere: what is fastest by a rule of
+    thumb that counts steps of a CTA. Clusters that do not all run at once cost as much again."""
+    found = [(n_tiles / 4 * k_tiles / most + _STREAM_END, 4, 0)]
+    for width in _WIDTHS:
+        ranges, steps = -(-n_tiles // width), k_tiles * width // SHORT_TILES
+        if k_tiles * width % SHORT_TILES:
+            continue
+        for parts in range(1, min(_MOST_PARTS, steps, most // ranges) + 1):
+            if clusters_at_once(device, dtype, width, parts) >= ranges:
+                end = _SHARED_END * width if parts > 1 else 0
+                found.append((-(-steps // parts) * _WIDTH_COSTS[width] + end, width, parts))
+    return min(found)[1:]
+
+
+def clusters_at_once(device: torch.device, dtype: torch.dtype, width: int, parts: int) -> int:
+    """Of so many CTAs, each of which fills a multiprocessor."""
+    kernel = _batch_module(device, dtype, TOKENS[-1], width, False).kernel("batch")
+    return kernel.clusters_at_once(threads=_THREADS, cluster=parts, shared_bytes=batch_bytes(TOKENS[-1], width, False))
+
+
+def _launch_rows(args: BatchRows, m: int, device: torch.device, dtype: torch.dtype) -> None:
+    pieces, args.ctas = _rows_cut(m, args.k)
+    _batch_rows_module(device, dtype, pieces).kernel("batch_rows").launch(
         args,
         grid=m * args.ctas,
-        threads=threads,
+        threads=_ROWS_THREADS,
         cluster=args.ctas,
         shared_bytes=0,
         stream=current_stream(device),
@@ -210,27 +229,41 @@ def _launch_rows(args: BatchRows, m: int, threads: int, device: torch.device, dt
     )
 
 
-def _launch(args: BatchArgs, grid: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
-    tokens = batch_tokens(args.rows)
-    _batch_module(device, dtype, tokens, width).kernel("batch").launch(
-        args, grid=grid, threads=_THREADS, cluster=1, shared_bytes=batch_bytes(tokens, width), stream=current_stream(device),
-        overlap=True,
-    )  # fmt: skip
+def _launch(args: BatchArgs, rows: int, cut: Cut, device: torch.device, dtype: torch.dtype) -> None:
+    """Of all rows; moves `args` on where there are more than one launch takes."""
+    width, _, grid, parts = cut
+    args.parts = max(1, parts)
+    while rows > 0:
+        args.rows = min(rows, TOKENS[-1])
+        tokens = batch_tokens(args.rows)
+        _batch_module(device, dtype, tokens, width, parts == 0).kernel("batch").launch(
+            args, grid=grid, threads=_THREADS, cluster=args.parts, shared_bytes=batch_bytes(tokens, width, parts == 0),
+            stream=current_stream(device), overlap=True,
+        )  # fmt: skip
+        rows -= TOKENS[-1]
+        args.x += TOKENS[-1] * TILE
+        args.scale += TOKENS[-1] * 4
+        args.y += TOKENS[-1] * args.y_stride * 2
 
 
-def _rows_cut(k: int) -> tuple[int, int]:
-    """Threads of a CTA that quantises rows of K inputs, and how many share a row."""
-    threads = _BATCH_ROWS_THREADS[k > _SMALL_ROW]
-    return threads, -(-k // (threads * threads // 8))
+def _rows_cut(m: int, k: int) -> tuple[int, int]:
+    """Eights of inputs of a thread that quantises rows, and how many CTAs share a row: as many as there shall be, and those
+    that leave a thread no more than it has registers for."""
+    eights, ctas, most = -(-k // (8 * _ROWS_THREADS)), 1, _ROWS_CTAS[m > _FEW_ROWS]
+    while ctas < min(8, eights) and (2 * ctas * m <= most or eights > 2 * ctas):
+        ctas *= 2
+    wanted = -(-eights // ctas)
+    return next(p for p in _ROWS_PIECES if p >= wanted), ctas
 
 
 @functools.cache
-def _batch_module(device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> Module:
-    found = module("prefill_batch.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"TOKENS={tokens}", f"WIDTH={width}"])
+def _batch_module(device: torch.device, dtype: torch.dtype, tokens: int, width: int, stream: bool) -> Module:
+    defines = [f"XTYPE={DTYPES.index(dtype)}", f"TOKENS={tokens}", f"WIDTH={width}", f"STREAM={int(stream)}"]
+    found = module("prefill_batch.cu", device, defines)
     found.kernel("batch").prefer_shared()
     return found
 
 
 @functools.cache
-def _batch_rows_module(device: torch.device, dtype: torch.dtype, threads: int) -> Module:
-    return module("prefill_batch_rows.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"THREADS={threads}"])
+def _batch_rows_module(device: torch.device, dtype: torch.dtype, pieces: int) -> Module:
+    return module("prefill_batch_rows.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"PIECES={pieces}"])

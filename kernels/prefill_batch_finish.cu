@@ -1,85 +1,154 @@
 // Part of prefill_batch.cu: from whole sums to outputs. Included there.
 
-// A warp's share of a range whose sums are complete: of one tile, every so manieth eight rows. They are taken from `sums` (in memory: left
-// zero there; HERE: in shared memory), multiplied by the Hadamard matrix, permuted, rounded. room: 8 x 66 floats of this warp.
-template <bool HERE>
-__device__ __forceinline__ void finish_range(const Args& args, int* sums, int range, float* room, int warp, int lane) {
-    const int tile = warp % WIDTH, nt = range * WIDTH + tile, g = lane >> 2, c = lane & 3, eights = (args.rows + 7) / 8;
-    if (nt >= args.w.n_tiles) return;
-    int next[2][8];  // of rows 2 c + side, outputs 8 g + i
-    const auto load = [&](int eight) {
-        int* from = sums + (tile * (TOKENS / 2) + eight) * 128 + lane;
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-#pragma unroll
-            for (int side = 0; side < 2; ++side) {
-                int* at = from + (i >> 1) * (TOKENS * 16) + ((i & 1) * 2 + side) * 32;
-                next[side][i] = HERE ? *at : __ldcg(at);
-                if (!HERE) *at = 0;
-            }
-    };
-    int eight = warp / WIDTH;
-    if (eight < eights) load(eight);
-    const u32 transform = args.transform[nt];
-    const float unit = args.unit[nt];
-    const bool rotated = transform != 255;
-    uint2 signs = make_uint2(0, 0);
-    u32 code[2] = {2u * lane, 2u * lane + 1};  // of outputs 2 lane and 2 lane + 1
-    float bias[2] = {0, 0}, factor[2] = {1, 1};
-    if (rotated) {
-        const u8* table = args.table + transform * 64;
-        signs = *(const uint2*)(table + 8 * g);
-        const u32 two = *(const u16*)(table + 2 * lane);
-        code[0] = two & 63, code[1] = two >> 8 & 63;
-        factor[0] = two & 64 ? -0.125f : 0.125f, factor[1] = two & 64 << 8 ? -0.125f : 0.125f;
+// Sums of a range, in shared and in global memory: [WIDTH tiles][4 warps][TOKENS / 8][32 lanes][4]. Word of what `multiply` leaves in
+// d[4 eight..] of a lane.
+__device__ __forceinline__ u32 sums_at(u32 tile, u32 w, u32 eight, u32 lane) { return ((tile * 4 + w) * (TOKENS / 8) + eight) * 128 + lane * 4; }
+
+// What is known of the outputs of a tile before there are sums.
+struct Known {
+    u8 code[64];  // as in `Args::table`
+    float bias[64];
+    float unit;
+    u32 rotated;
+    u32 padding[2];
+};
+static_assert(sizeof(Known) == KNOWN_BYTES);
+
+__device__ __forceinline__ void find_known(const Args& args, Known* known, int range, int thread, int threads) {
+    for (int i = thread; i < WIDTH * 64; i += threads) {
+        const int output = i % 64, nt = range * WIDTH + i / 64;
+        if (nt >= args.w.n_tiles) return;
+        Known& to = known[i / 64];
+        const u32 transform = args.transform[nt];
+        float bias = 0;
+        if (args.bias) bias = args.bias_type == 2 ? ((const float*)args.bias)[nt * 64 + output] : from_half(((const u16*)args.bias)[nt * 64 + output], args.bias_type);
+        const bool rotated = transform != 255;
+        to.bias[output] = bias, to.code[output] = rotated ? args.table[transform * 64 + output] : output;
+        if (output == 0) to.unit = args.unit[nt], to.rotated = rotated;
     }
-    if (args.bias)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            bias[i] = args.bias_type == 2 ? ((const float*)args.bias)[nt * 64 + 2 * lane + i] : from_half(((const u16*)args.bias)[nt * 64 + 2 * lane + i], args.bias_type);
+}
+
+// Pieces of a range, of eight rows and a tile each, tile by tile: those that a CTA finishes.
+struct Share {
+    int begin, end;
+    __device__ __forceinline__ Share(const Args& args, int parts, int part) {
+        const int pieces = (args.rows + 7) / 8 * WIDTH;
+        begin = part * pieces / parts, end = (part + 1) * pieces / parts;
+    }
+};
+
+// Adds the sums of a CTA's share that lie in the other CTAs of its cluster to its own, a warp 512 bytes at a time.
+template <int OTHERS>
+__device__ __forceinline__ void gather(u32 here, int parts, int part, const Share& share, int warp, int lane) {
 #pragma unroll 1
-    for (; eight < eights; eight += WORKERS / WIDTH) {
-        float v[2][8];
+    for (int i = warp; i < 4 * (share.end - share.begin); i += WORKERS) {
+        const int piece = share.begin + (i >> 2);
+        const u32 at = here + sums_at(piece % WIDTH, i & 3, piece / WIDTH, lane) * 4;
+        uint4 four[OTHERS];
+#pragma unroll
+        for (int other = 0; other < OTHERS; ++other) four[other] = load_there4(address_in(at, part + other + 1 < parts ? part + other + 1 : part + other + 1 - parts));
+        uint4 sum = load_shared4(at);
+#pragma unroll
+        for (int other = 0; other < OTHERS; ++other) sum.x += four[other].x, sum.y += four[other].y, sum.z += four[other].z, sum.w += four[other].w;
+        store_shared4(at, sum.x, sum.y, sum.z, sum.w);
+    }
+}
+
+constexpr int ROW = 100, BLOCK = 12, ROOM = 8 * ROW;  // floats of a row, of eight outputs, of eight rows: banks
+static_assert(SUMS * 4 + WORKERS * ROOM * 4 <= STEPS_AT);
+
+// All sums and differences of COUNT numbers.
+template <int COUNT, typename At>
+__device__ __forceinline__ void butterflies(At&& at) {
+#pragma unroll
+    for (int d = 1; d < COUNT; d *= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            if (!(i & d)) {
+                const float a = at(i), b = at(i + d);
+                at(i) = a + b;
+                at(i + d) = a - b;
+            }
+}
+
+// A warp's pieces of a range whose sums are complete, every so manieth. They are taken from `sums` (in memory: left zero there; HERE: in
+// shared memory), multiplied by the Hadamard matrix, permuted, rounded. room: ROOM floats of this warp.
+template <bool HERE>
+__device__ __forceinline__ void finish_range(const Args& args, int* sums, u32 here, const float* scales, const Share& share, const Known* known, int range, float* room, int warp, int lane) {
+    const int tile = (share.begin + warp) % WIDTH, nt = range * WIDTH + tile, g = swapped(lane >> 2), c = lane & 3;
+    if (nt >= args.w.n_tiles) return;
+    int next[16];  // of row 2 c + side, output 8 g + i: at 2 i + side
+    float scale[2];
+    const auto load = [&](int piece) {
+        const int eight = piece / WIDTH;
+        const u32 at = sums_at(tile, 0, eight, lane);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            uint4 four;
+            if constexpr (HERE) {
+                four = load_shared4(here + (at + w * (TOKENS * 16)) * 4);
+            } else {
+                uint4* from = (uint4*)(sums + at + w * (TOKENS * 16));
+                four = __ldcg(from);
+                *from = make_uint4(0, 0, 0, 0);
+            }
+            next[4 * w] = four.x, next[4 * w + 1] = four.y, next[4 * w + 2] = four.z, next[4 * w + 3] = four.w;
+        }
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
             const int row = 8 * eight + 2 * c + side;
-            const float scale = row < args.rows ? args.scale[row] * unit : 0.f;
+            scale[side] = HERE ? scales[row] : row < args.rows ? __ldcg(args.scale + row) : 0.f;
+        }
+    };
+    int piece = share.begin + warp;
+    if (piece < share.end) load(piece);
+    const Known& of = known[tile];
+    const uint2 signs = *(const uint2*)(of.code + 8 * g);
+    const u32 two = *(const u16*)(of.code + 2 * lane);  // of outputs 2 lane and 2 lane + 1
+    const float2 bias = *(const float2*)(of.bias + 2 * lane);
+    const float unit = of.unit, low_factor = !of.rotated ? 1.f : two & 64 ? -0.125f : 0.125f, high_factor = !of.rotated ? 1.f : two & 64 << 8 ? -0.125f : 0.125f;
+    const bool rotated = of.rotated;
+    float* const put = room + 2 * c * ROW + g * BLOCK;                                                   // this lane's sums
+    float* const turned = room + (2 * (lane >> 2 & 3) + (lane >> 4)) * ROW + 2 * c;                      // two outputs of every eight
+    const float *low = room + (two >> 3 & 7) * BLOCK + (two & 7), *high = room + (two >> 11 & 7) * BLOCK + (two >> 8 & 7);
+#pragma unroll 1
+    for (; piece < share.end; piece += WORKERS) {
+        const int row = piece / WIDTH * 8;
+        float v[2][8];
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            const float by = scale[side] * unit;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const u32 sign = (i < 4 ? signs.x : signs.y) << (24 - 8 * (i & 3)) & 0x80000000u;
-                v[side][i] = __uint_as_float(__float_as_uint((float)next[side][i] * scale) ^ sign);
+                v[side][i] = __uint_as_float(__float_as_uint((float)next[2 * i + side] * by) ^ sign);
             }
         }
-        if (eight + WORKERS / WIDTH < eights) load(eight + WORKERS / WIDTH);
-        if (rotated)
-#pragma unroll
-            for (int side = 0; side < 2; ++side) {
-#pragma unroll
-                for (int d = 1; d < 8; d *= 2)
-#pragma unroll
-                    for (int i = 0; i < 8; ++i)
-                        if (!(i & d)) {
-                            const float a = v[side][i], b = v[side][i + d];
-                            v[side][i] = a + b;
-                            v[side][i + d] = a - b;
-                        }
-#pragma unroll
-                for (int d = 4; d < 32; d *= 2)
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) v[side][i] = fmaf(v[side][i], lane & d ? -1.f : 1.f, __shfl_xor_sync(FULL, v[side][i], d));
-            }
+        if (piece + WORKERS < share.end) load(piece + WORKERS);
         __syncwarp();
 #pragma unroll
-        for (int side = 0; side < 2; ++side)
+        for (int side = 0; side < 2; ++side) {
+            if (rotated) butterflies<8>([&](int i) -> float& { return v[side][i]; });
 #pragma unroll
-            for (int i = 0; i < 8; i += 2) *(float2*)(room + (2 * c + side) * 66 + 8 * g + i) = make_float2(v[side][i], v[side][i + 1]);
+            for (int i = 0; i < 8; i += 4) *(float4*)(put + side * ROW + i) = make_float4(v[side][i], v[side][i + 1], v[side][i + 2], v[side][i + 3]);
+        }
         __syncwarp();
+        if (rotated) {
+            float2 u[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) u[i] = *(const float2*)(turned + i * BLOCK);
+            butterflies<8>([&](int i) -> float& { return u[i].x; });
+            butterflies<8>([&](int i) -> float& { return u[i].y; });
+#pragma unroll
+            for (int i = 0; i < 8; ++i) *(float2*)(turned + i * BLOCK) = u[i];
+            __syncwarp();
+        }
+        u16* const y = (u16*)args.y + row * args.y_stride + nt * 64 + 2 * lane;
 #pragma unroll
         for (int r = 0; r < 8; ++r) {
-            const int row = 8 * eight + r;
-            if (row >= args.rows) break;
-            const u32 low = to_half(fmaf(room[r * 66 + code[0]], factor[0], bias[0]), XTYPE), high = to_half(fmaf(room[r * 66 + code[1]], factor[1], bias[1]), XTYPE);
-            *(u32*)((u16*)args.y + row * args.y_stride + nt * 64 + 2 * lane) = low | high << 16;
+            if (row + r >= args.rows) break;
+            const u32 a = to_half(fmaf(low[r * ROW], low_factor, bias.x), XTYPE), b = to_half(fmaf(high[r * ROW], high_factor, bias.y), XTYPE);
+            *(u32*)(y + r * args.y_stride) = a | b << 16;
         }
     }
 }

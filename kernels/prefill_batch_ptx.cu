@@ -31,6 +31,10 @@ template <int ID, int COUNT>
 __device__ __forceinline__ void named_barrier() {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
 }
+template <int ID, int COUNT>
+__device__ __forceinline__ void named_arrive() {
+    asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
+}
 // Of the four warps of a group, all of which say so.
 template <int COUNT>
 __device__ __forceinline__ void more_registers() {
@@ -52,6 +56,32 @@ __device__ __forceinline__ void sent_wait() {
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
     else
         asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async;" ::: "memory");
+}
+
+// An address of shared memory in another CTA of the cluster; what lies there.
+__device__ __forceinline__ u32 address_in(u32 at, u32 cta) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(cta));
+    return there;
+}
+__device__ __forceinline__ uint4 load_there4(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+// As `cluster_arrive`, of a thread whose reads are done and whose writes are of no concern to others.
+__device__ __forceinline__ void cluster_leave() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+// What was written to global memory shall be seen by bulk copies.
+__device__ __forceinline__ void written_for_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Counts, in global memory, what all threads before a barrier have written for others; and what it has come to.
+__device__ __forceinline__ void tell(u32* count) {
+    written_for_copies();
+    asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
+__device__ __forceinline__ u32 told(const u32* count) {
+    u32 v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(count) : "memory");
+    return v;
 }
 
 // What this thread wrote to shared memory shall be seen by the tensor core's own reads.

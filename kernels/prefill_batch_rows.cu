@@ -1,10 +1,11 @@
 // Rows of prefill_batch.cu -> INT8 with one scale per row, `reference.activation_token_ref`, in the order of the tensor core's operand: inputs
-// 32 h + 8 i + 2 c + e of 64 stand at place 16 c + 8 h + 2 i + e, and 16-byte pieces of row r change places by r / 2 & 3.
+// 32 h + 8 i + 2 c + e of 64 stand at place 32 h + 8 c + 2 i + e, and 16-byte pieces of row r change places by r / 2 & 3.
 //
-// The CTAs of a cluster quantise a row. With 128 threads they take 2,048 inputs each and are small enough to wait beside a CTA of
-// prefill_batch.cu, whose successor they serve; with 256 they take 8,192 each.
-// Set by the compiler's command line: XTYPE (of x: 0 bf16, 1 fp16), THREADS (128 or 256).
+// The CTAs of a cluster quantise a row. They are small enough to wait beside a CTA of prefill_batch.cu, whose successor they serve: four warps
+// of 32 registers, whose factors are loaded by then.
+// Set by the compiler's command line: XTYPE (of x: 0 bf16, 1 fp16), PIECES (1 or 2, of 8 inputs, of a thread).
 
+#define THREADS 128
 #include "prefill_ptx.cu"
 #include "prefill_rows.cu"
 
@@ -17,48 +18,46 @@ struct Args {
     int k, rows_padded, ctas;  // of a cluster, up to 8
 };
 
-constexpr int PIECES = THREADS / 64;  // of 8 inputs, of a thread
-
 // INT8 of two inputs, in the lower bytes.
 __device__ __forceinline__ u32 codes(float a, float b, float unit) {
     return __byte_perm(__float_as_uint(fmaf(a, unit, 12582912.0f)), __float_as_uint(fmaf(b, unit, 12582912.0f)), 0x0040) & 0xffff;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 16 : 2) batch_rows(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, 16) batch_rows(const __grid_constant__ Args args) {
     __shared__ u32 found[32];
     const int ctas = args.ctas, row = blockIdx.x / ctas, rank = blockIdx.x % ctas, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int begin = rank * (PIECES * THREADS * 8) + threadIdx.x * 8;
     if (threadIdx.x < 32) found[threadIdx.x] = 0;
     let_next_start();  // its weights may be on their way meanwhile
-    float v[PIECES][8];  // what inputs are multiplied by, and then the products
+    float by[PIECES][8];
+    uint4 raw[PIECES];
 #pragma unroll
     for (int i = 0; i < PIECES; ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int column = begin + i * THREADS * 8 + 4 * h;
-            float4 by = make_float4(1, 1, 1, 1);
-            if (args.unsmoothing && column < args.k) by = *(const float4*)(args.unsmoothing + column);
-            v[i][4 * h] = by.x, v[i][4 * h + 1] = by.y, v[i][4 * h + 2] = by.z, v[i][4 * h + 3] = by.w;
+            float4 four = make_float4(1, 1, 1, 1);
+            if (args.unsmoothing && column < args.k) four = *(const float4*)(args.unsmoothing + column);
+            by[i][4 * h] = four.x, by[i][4 * h + 1] = four.y, by[i][4 * h + 2] = four.z, by[i][4 * h + 3] = four.w;
         }
     if (ctas > 1) cluster_arrive(), cluster_wait();
     wait_for_inputs();
     __syncthreads();
-    uint4 raw[PIECES];
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
         const int column = begin + i * THREADS * 8;
         raw[i] = column < args.k ? *(const uint4*)(args.x + row * args.stride + column) : make_uint4(0, 0, 0, 0);
     }
+    // What is quantised of input j of piece i.
+    const auto smoothed = [&](int i, int j) {
+        const u32 word = j < 4 ? j < 2 ? raw[i].x : raw[i].y : j < 6 ? raw[i].z : raw[i].w;
+        return from_half((u16)(word >> (j & 1) * 16), XTYPE) * by[i][j];
+    };
     float size = 0;
 #pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-        const u32 words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+    for (int i = 0; i < PIECES; ++i)
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            v[i][k] *= from_half((u16)(words[k >> 1] >> (k & 1) * 16), XTYPE);
-            size = larger(size, v[i][k]);
-        }
-    }
+        for (int j = 0; j < 8; ++j) size = larger(size, smoothed(i, j));
     const u32 most_here = largest_of_warp(__float_as_uint(size));
     if (ctas > 1) {
         if (lane < ctas) {
@@ -79,17 +78,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 16 : 2) b
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
         const int column = begin + i * THREADS * 8;
-        const u32 low = codes(v[i][0], v[i][1], unit) | codes(v[i][2], v[i][3], unit) << 16, high = codes(v[i][4], v[i][5], unit) | codes(v[i][6], v[i][7], unit) << 16;
+        const u32 low = codes(smoothed(i, 0), smoothed(i, 1), unit) | codes(smoothed(i, 2), smoothed(i, 3), unit) << 16;
+        const u32 high = codes(smoothed(i, 4), smoothed(i, 5), unit) | codes(smoothed(i, 6), smoothed(i, 7), unit) << 16;
         // Of neighbours, the lane with an even eight stores the words of c = 0, 1, the other those of c = 2, 3: four bytes each.
         const bool odd = lane & 1;
         const u32 other = __shfl_xor_sync(FULL, odd ? low : high, 1);
-        const u32 first = odd ? other : low, second = odd ? high : other;  // of the even and the odd eight
-        const int eight = column >> 3 & 7;                                 // 4 h + i of these inputs
-        u8* to = args.q + ((u64)(column >> 6) * args.rows_padded + row) * 64 + 8 * (eight >> 2) + 4 * (eight >> 1 & 1);
+        const u32 even_eight = odd ? other : low, odd_eight = odd ? high : other;
+        const int eight = column >> 3 & 7;  // 4 h + i of these inputs
+        u8* to = args.q + ((u64)(column >> 6) * args.rows_padded + row) * 64 + 4 * (eight >> 1 & 1);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             const int c = 2 * odd + k;
-            if (column < args.k) *(u32*)(to + ((c ^ (row >> 1 & 3)) << 4)) = __byte_perm(first, second, k ? 0x7632 : 0x5410);
+            if (column < args.k) *(u32*)(to + (32 * (eight >> 2) + 8 * c ^ (row >> 1 & 3) << 4)) = __byte_perm(even_eight, odd_eight, k ? 0x7632 : 0x5410);
         }
     }
 }

@@ -360,7 +360,7 @@ class Call:
         if x.data_ptr() % prefill_cuda.ALIGNMENT or not (bias is None or bias.dtype == x.dtype):
             return None
         how = way(x, self.config, self.activation, "cuda")
-        if how == "batch" and x.shape[0] <= prefill_cuda.TOKENS[-1]:
+        if how == "batch":
             return self.batch(x, bias)
         if how != "long" or self.gemm is None:
             return None

@@ -160,7 +160,7 @@ def tuned_prefill(gpu: str) -> dict[tuple[int, int], PrefillConfig]:
 def default_prefill_config(n: int, k: int, multiprocessors: int) -> PrefillConfig:
     """The documented default: of 1 to 8 splits (the portable cluster), with two input tiles to a CTA at least, the fewest that
     keep four fifths of the places for CTAs of 256 outputs busy, two to a multiprocessor; else those that keep most busy.
-    The short kernel up to 16 rows; the one for batches up to 128 of a large weight, whose expansion takes long, else 64."""
+    The short kernel up to 16 rows, the one for batches up to 128."""
     blocks = -(-n // 256)
 
     def busy(splits: int) -> float:
@@ -169,7 +169,7 @@ def default_prefill_config(n: int, k: int, multiprocessors: int) -> PrefillConfi
 
     legal = [s for s in range(1, 9) if s == 1 or k // 64 >= 2 * s]
     splits = next((s for s in legal if busy(s) >= 0.8), max(legal, key=busy))
-    return PrefillConfig(splits, 16, 128 if n * k >= 2**25 else 64)
+    return PrefillConfig(splits, 16, 128)
 
 
 @functools.cache

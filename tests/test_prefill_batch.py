@@ -61,19 +61,59 @@ def test_factors_of_batches_lie_as_their_kernel_reads_them():
             assert p.of_input[kt, four + at] == of_input[64 * kt + 32 * half + 8 * eight + 2 * lane + odd]
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of so many multiprocessors, all of whose clusters fit."""
+
+    def of(most):
+        monkeypatch.setattr(prefill_batch, "multiprocessors", lambda device: SimpleNamespace(count=most))
+        monkeypatch.setattr(prefill_batch, "clusters_at_once", lambda device, dtype, width, parts: most // parts)
+        prefill_batch._shared.cache_clear()
+
+    yield of
+    prefill_batch._shared.cache_clear()
+
+
 @pytest.mark.parametrize("most", [1, 16, 132])
 @pytest.mark.parametrize("n", [64, 4096, 28672, 262208])
-@pytest.mark.parametrize("k", [64, 4096])
-def test_there_is_room_for_the_ranges_that_a_cta_finishes(monkeypatch, most, n, k):
+@pytest.mark.parametrize("k", [64, 320, 4096])
+def test_there_is_room_for_what_ctas_finish(gpu, most, n, k):
     """Also for a whole vocabulary on a slice of a GPU."""
-    monkeypatch.setattr(prefill_batch, "multiprocessors", lambda device: SimpleNamespace(count=most))
-    width, steps, ctas = prefill_batch._cut(SimpleNamespace(device=None, out_features=n, in_features=k))
-    k_steps = k // 64 * width // 4
-    assert steps == -(-n // (64 * width)) * k_steps and 1 <= ctas <= steps
+    gpu(most)
+    width, steps, ctas, parts = prefill_batch._cut(SimpleNamespace(device=None, out_features=n, in_features=k), torch.float16)
+    k_steps, ranges = k // 64 * width // 4, -(-n // (64 * width))
+    assert k // 64 * width % 4 == 0 and steps == ranges * k_steps and 1 <= ctas <= steps
+    if parts:
+        assert ctas == ranges * parts <= most and parts <= min(prefill_batch._MOST_PARTS, k_steps)
+        return
+    assert width == 4  # steps of two tiles are for clusters alone
     first = [cta * steps // ctas for cta in range(ctas + 1)]
     touched = max((b - 1) // k_steps - a // k_steps + 1 for a, b in zip(first, first[1:], strict=False))
     assert touched < prefill_batch._MOST_RANGES  # beside their number
-    assert ctas <= most or -(-n // (64 * width)) > (prefill_batch._MOST_RANGES - 3) * most
+    assert ctas <= most or ranges > (prefill_batch._MOST_RANGES - 3) * most
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "wanted"), [(28672, 4096, (4, 1)), (4096, 4096, (2, 3)), (6144, 4096, (2, 2)), (35840, 5120, (4, 0))]
+)
+def test_clusters_are_taken_that_run_at_once(gpu, monkeypatch, n, k, wanted):
+    """On an H200 30 clusters of 4 CTAs fit beside each other, not 33."""
+    gpu(132)
+    at_once = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
+    monkeypatch.setattr(prefill_batch, "clusters_at_once", lambda device, dtype, width, parts: at_once[parts])
+    assert prefill_batch._shared(None, torch.bfloat16, n // 64, k // 64, 132) == wanted
+
+
+def test_rows_are_quantised_beside_a_cta_of_the_product():
+    """The next launch waits where this one computes: 1 KiB of a multiprocessor's memory is taken by every CTA."""
+    for tokens in prefill_batch.TOKENS:
+        for width, stream in prefill_batch._KINDS:
+            assert prefill_batch.batch_bytes(tokens, width, stream) + 1024 + 128 + 1024 <= 228 * 1024, (tokens, width, stream)
+    for m in (1, 16, 17, 64, 128):
+        for k in (64, 320, 4096, 14336, 16384):
+            pieces, ctas = prefill_batch._rows_cut(m, k)
+            assert pieces * ctas * prefill_batch._ROWS_THREADS * 8 >= k and ctas <= 8
+            assert k > 4096 or m * ctas <= prefill_batch._ROWS_CTAS[m > 64]
 
 
 def test_what_ctas_add_up_in_is_cleared_when_weights_are_loaded(monkeypatch):
@@ -96,6 +136,7 @@ def test_what_ctas_add_up_in_is_cleared_when_weights_are_loaded(monkeypatch):
 def test_every_cut_of_the_kernel_for_batches(ctas, monkeypatch):
     """CTAs with many ranges of outputs, and ranges of many CTAs; what they add up in is left as it was found."""
     monkeypatch.setattr(prefill_batch, "multiprocessors", lambda device: SimpleNamespace(count=ctas))
+    monkeypatch.setattr(prefill_batch, "_shared", lambda *of: (4, 0))
     for shape, kind in (((1088, 1536), "mixed2468"), ((192, 320), "mixed48"), ((320, 8320), "all8"), ((3200, 64), "all4")):
         for m in (1, 10, 20, 40, 100, 200):
             for dtype in (torch.bfloat16, torch.float16):
@@ -103,6 +144,17 @@ def test_every_cut_of_the_kernel_for_batches(ctas, monkeypatch):
                 check(make_case(*shape, kind), m, dtype, "cuda", path="cuda", config=config, smooth=True, bias=m != 20)
     for held in prefill_batch._sums.values():
         assert not any(t.any() for t in held)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_clusters_that_share_ranges(width, parts, monkeypatch):
+    monkeypatch.setattr(prefill_batch, "_shared", lambda *of: (width, parts))
+    for shape, kind in (((1088, 2048), "mixed2468"), ((192, 3328), "mixed48"), ((320, 8192), "all8")):
+        for m in (1, 10, 20, 40, 100, 200):
+            config = PrefillConfig(1, 0, 256)
+            check(make_case(*shape, kind), m, torch.bfloat16, "cuda", path="cuda", config=config, smooth=True, bias=m != 20)
 
 
 @pytest.mark.gpu

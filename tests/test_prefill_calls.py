@@ -62,7 +62,8 @@ def asked(monkeypatch):
         monkeypatch.setattr(where, "current_stream", lambda device: 0)
         monkeypatch.setattr(where, "empty_rows", empty)
     monkeypatch.setattr(prefill_batch, "planes_map", lambda w, tiles: bytes([tiles]) * 128)
-    caches = (prefill_batch._batch_module, prefill_batch._batch_rows_module, prefill_cuda._expand_module)
+    monkeypatch.setattr(prefill_batch, "clusters_at_once", lambda device, dtype, width, parts: 132 // parts)
+    caches = (prefill_batch._batch_module, prefill_batch._batch_rows_module, prefill_batch._shared, prefill_cuda._expand_module)
     for cache in caches:
         cache.cache_clear()
     yield seen
@@ -74,7 +75,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(("n", "k"), [(576, 1536), (64, 64), (1088, 320)])
 @pytest.mark.parametrize("smooth", [False, True])
 def test_calls_made_once_ask_for_the_same_launches(asked, monkeypatch, n, k, smooth):
-    monkeypatch.setattr(prefill_int8, "prefill_config", lambda n, k, device: PrefillConfig(1, 8, 128))
+    monkeypatch.setattr(prefill_int8, "prefill_config", lambda n, k, device: PrefillConfig(1, 8, 256))
     packed = make_case(n, k).weight
     w = decode_weight.prepare(packed, TRANSFORMS)
     p = prefill_int8.prepare(packed, w, smoothing=torch.rand(k) + 0.5 if smooth else None)
@@ -93,6 +94,6 @@ def test_calls_made_once_ask_for_the_same_launches(asked, monkeypatch, n, k, smo
                 wanted = list(asked)
                 asked.clear()
                 made = call(x, p.scale, bias)
-                assert asked == wanted and len(wanted) == 2
+                assert asked == wanted and len(wanted) == (3 if 128 < m <= 256 else 2)
                 assert (made.shape, made.dtype, made.stride()) == (y.shape, y.dtype, y.stride())
         assert call(torch.zeros(8, k, dtype=dtype), p.scale, None) is None
