@@ -285,7 +285,9 @@ def measure(
     folder = folder_of(args, method)
     work: dict[str, Any] = {"batch": args.batch, "repeats": args.repeats, "profiles": [None]}
     work |= {"long": args.long, "prompt": args.prompt, "output": args.output_tokens}
-    work["trace"] = [b for b in TRACED_BATCHES if b in args.batch] if args.trace and device == "cuda" else []
+    work["trace"] = (
+        [b for b in TRACED_BATCHES if b in args.batch] if args.trace and device == "cuda" and method in args.traced else []
+    )
     options: dict[str, Any] = {"model": str(folder), "dtype": "bfloat16", "vocab": vocab, "work": work}
     options |= {"max_model_len": max(args.long or 0, args.prompt + args.output_tokens) + 64, **SETTINGS, **engine}
     options |= {"tensor_parallel_size": tp}
@@ -360,6 +362,9 @@ def add_load(parser: argparse.ArgumentParser, batch: list[int], long: int | None
     parser.add_argument("--stored", action="store_true", help="write weights for bf16 too, and load them")
     parser.add_argument("--overlap", action="store_true", help="let Inductor launch its kernels before their predecessors end")
     parser.add_argument("--trace", type=Path, help="file for what every kernel takes of a step, as profile_step.py writes it")
+    parser.add_argument(
+        "--traced", nargs="+", default=list(METHODS), choices=METHODS, help="methods to trace; it takes a while"
+    )
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
 

@@ -4,7 +4,7 @@
 
 A kernel belongs to what its name says. `overlapping` is how much the rows add up to more than what kernels cover together (a
 launch that starts before its predecessor has ended is counted in both), `no kernel` what no kernel covers of the step as it was
-timed without the profiler; where the profiler slows kernels down it is negative.
+timed without the profiler; where the profiler slows kernels down it is negative. A method that was not traced has no column.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def part(row: dict) -> str:
 def accounts(rows: list[dict], phase: str, batch: int) -> str:
     """A line for every part of a step, a column for every method, microseconds."""
     table: dict[str, dict] = {}
-    methods = [m for m in METHODS if batch == 1 or m != "bf16"]
+    traced = {r["model"] for r in rows if (r["phase"], r["batch"]) == (phase, batch)}
+    methods = [m for m in METHODS if m in traced and (batch == 1 or m != "bf16")]
     for method in methods:
         own = [r for r in rows if (r["model"], r["phase"], r["batch"]) == (method, phase, batch)]
         spent: dict[str, float] = {}
