@@ -179,6 +179,20 @@ __device__ __forceinline__ Quantised quantise_row(float2 v, float largest, const
     return Quantised{q0, q1, l0, l1, o.scale, sum};
 }
 
+// What a lane holds of a row's sums, and four more of an input tile: of outputs `out` + 0, 4, 1, 5, in steps of 8-bit codes. With SUMS these are
+// also written, in steps of the tile's own codes.
+__device__ __forceinline__ float4 add_sums(const Args& args, float4 v, const float (&whole)[4], float scale, int m, int kt, int out, int bits_class) {
+#if SUMS
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        const int at = out + 4 * (r & 1) + (r >> 1);
+        if (m < args.rows && at < args.n_tiles * 64)
+            args.sums[((long long)m * args.k_tiles + kt) * args.n_tiles * 64 + at] = (int)whole[r] / (1 << (6 - 2 * bits_class));
+    }
+#endif
+    return make_float4(fmaf(whole[0], scale, v.x), fmaf(whole[1], scale, v.y), fmaf(whole[2], scale, v.z), fmaf(whole[3], scale, v.w));
+}
+
 // Table entries of outputs `lane` (low byte) and `lane + 32` of a tile; bit 16 for the identity and beyond the weight.
 __device__ __forceinline__ u32 transform_codes(const Args& args, int nt, int lane) {
     if (nt >= args.n_tiles) return 0x10000;

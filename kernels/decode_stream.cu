@@ -400,20 +400,8 @@ __device__ __forceinline__ void decode(const Args& args) {
                     const int below = WHOLE ? (r >= 2 ? sum[h][0][2 * i + (r & 1)] : h ? sum[0][1][2 * i + (r & 1)] : 0) : r >= 2 ? sum[i][h][r - 2] : h ? sum[i][0][r + 2] : 0;
                     whole[r] = fmaf((float)(upto - below), unit / (float)(1 << (4 * h + 2 * (r >> 1))), centre);
                 }
-                v.x = fmaf(whole[0], scale, v.x);
-                v.y = fmaf(whole[1], scale, v.y);
-                v.z = fmaf(whole[2], scale, v.z);
-                v.w = fmaf(whole[3], scale, v.w);
-                held = v;
-#if SUMS
-#pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                    const int word = WHOLE ? i + 2 * (c >> 1) : ROWS == 1 ? 2 * i + (c >> 1) : i;
-                    const int out = first_tile * 64 + g * 16 * WORDS + word * 16 + 4 * (2 * (c & 1) + (r & 1)) + 2 * h + (r >> 1);
-                    if (m < args.rows && out < args.n_tiles * 64)
-                        args.sums[((long long)m * args.k_tiles + kt) * args.n_tiles * 64 + out] = (int)whole[r] / (1 << (6 - 2 * bits_class));
-                }
-#endif
+                const int word = WHOLE ? i + 2 * (c >> 1) : ROWS == 1 ? 2 * i + (c >> 1) : i;
+                held = add_sums(args, v, whole, scale, m, kt, first_tile * 64 + g * 16 * WORDS + word * 16 + 8 * (c & 1) + 2 * h, bits_class);
             }
         if (++kt == args.k_tiles) {
             kt = 0;
