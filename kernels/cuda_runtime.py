@@ -208,6 +208,17 @@ def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device
     return _allocate((rows, columns), (columns, 1), dtype)
 
 
+def zeros_kept(kept: dict[torch.device, torch.Tensor], device: torch.device, words: int) -> torch.Tensor:
+    """At least so many int32 of a device, which launches find zero and leave zero: the process's own, grown where they are too
+    few. Ask for all of them at load: a memory profile then counts them, and a captured graph knows their address."""
+    found = kept.get(device)
+    if found is None or found.numel() < words:
+        kept.pop(device, None)
+        del found  # before the larger one is allocated
+        found = kept[device] = torch.zeros(words, dtype=torch.int32, device=device)
+    return found
+
+
 _allocate = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # type: ignore[attr-defined]
 
 

@@ -26,7 +26,7 @@ from vllm_tilequant.kernels.capability import (
     unsupported_reason,
 )
 from vllm_tilequant.kernels.checked import checked_weight
-from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, current_stream
+from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, current_stream, zeros_kept
 from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, CARRIED, DecodeWeight, carried_from, planes_map, prepare
 from vllm_tilequant.kernels.reference import decode_bitplane_ref
 from vllm_tilequant.kernels.tuning import (
@@ -276,13 +276,8 @@ _rooms: dict[torch.device, Tensor] = {}
 
 def sums_room(device: torch.device, words: int) -> Tensor:
     """Where CTAs leave sums of three rows and more for each other: zeros between launches, of the process, for all weights.
-    Made at load, so that a memory profile counts it. Not for two streams at once."""
-    held = _rooms.get(device)
-    if held is None or held.numel() < words:
-        _rooms.pop(device, None)
-        held = None  # before the larger one is allocated
-        held = _rooms[device] = torch.zeros(words, dtype=torch.int32, device=device)
-    return held
+    Not for two streams at once."""
+    return zeros_kept(_rooms, device, words)
 
 
 @functools.cache

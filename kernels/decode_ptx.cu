@@ -2,7 +2,6 @@
 
 #include "ptx.cu"
 
-__device__ __forceinline__ void copy_16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
 // Four copies of 16 bytes: of rows `row0` and `row1` of two halves of a step, to `to0` and `to1`, and 1024 bytes further. Each is made where its row is
 // below the half's `count`; where `bytes` is 0 and not 16 it is of zeros. policy: of the L2 cache.
 __device__ __forceinline__ void copy_some(u32 to0, u32 to1, const u8* a0, const u8* a1, const u8* b0, const u8* b1, u32 row0, u32 row1, u32 count_a, u32 count_b, u32 bytes_a, u32 bytes_b, u64 policy) {

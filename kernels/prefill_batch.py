@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_tilequant.kernels.capability import DTYPES
-from vllm_tilequant.kernels.cuda_runtime import Module, current_stream, empty_rows
+from vllm_tilequant.kernels.cuda_runtime import Module, current_stream, empty_rows, zeros_kept
 from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, DecodeWeight, planes_map
 from vllm_tilequant.kernels.prefill_cuda import (
     ALIGNMENT,
@@ -97,20 +97,15 @@ def batch_bytes(tokens: int, width: int, stream: bool) -> int:
     return -(-rings // 1024) * 1024 + buffers * SHORT_TILES * 4096 + sent + kept + barriers + 4 * _MOST_RANGES + 4 * tokens
 
 
-_sums: dict[torch.device, tuple[Tensor, Tensor]] = {}
+_sums: dict[torch.device, Tensor] = {}
+_arrivals: dict[torch.device, Tensor] = {}
 
 
 def batch_sums(device: torch.device, n: int) -> tuple[Tensor, Tensor]:
     """Where CTAs of the kernel for batches add up N outputs of up to 128 rows, and count each other: zeros between launches, of
-    the process, shared by all layers. Made at load, so that a memory profile counts it. Not for two streams at once."""
+    the process, shared by all layers. Not for two streams at once."""
     ranges = -(-n // (4 * TILE))
-    held = _sums.get(device)
-    if held is None or held[1].numel() < ranges:
-        _sums.pop(device, None)
-        held = None  # before the larger one is allocated
-        sums = torch.zeros(ranges * 4 * TILE * TOKENS[-1], dtype=torch.int32, device=device)
-        held = _sums[device] = sums, torch.zeros(ranges, dtype=torch.int32, device=device)
-    return held
+    return zeros_kept(_sums, device, ranges * 4 * TILE * TOKENS[-1]), zeros_kept(_arrivals, device, ranges)
 
 
 def clear_sums(device: torch.device, n: int) -> None:

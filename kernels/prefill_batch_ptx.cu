@@ -71,19 +71,6 @@ __device__ __forceinline__ uint4 load_there4(u32 at) {
 }
 // As `cluster_arrive`, of a thread whose reads are done and whose writes are of no concern to others.
 __device__ __forceinline__ void cluster_leave() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-// What was written to global memory shall be seen by bulk copies.
-__device__ __forceinline__ void written_for_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
-// Counts, in global memory, what all threads before a barrier have written for others; and what it has come to.
-__device__ __forceinline__ void tell(u32* count) {
-    written_for_copies();
-    asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
-}
-__device__ __forceinline__ u32 told(const u32* count) {
-    u32 v;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(count) : "memory");
-    return v;
-}
-
 // What this thread wrote to shared memory shall be seen by the tensor core's own reads.
 __device__ __forceinline__ void written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

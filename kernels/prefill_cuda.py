@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_tilequant.kernels.capability import DTYPES
-from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, current_stream, empty_rows, nvrtc
+from vllm_tilequant.kernels.cuda_runtime import Module, compile_cubin, current_stream, empty_rows, nvrtc, zeros_kept
 from vllm_tilequant.kernels.decode_weight import BLOCK_TILES, DecodeWeight, planes_map
 from vllm_tilequant.kernels.tuning import PrefillConfig, multiprocessors
 from vllm_tilequant.schema import TILE
@@ -199,9 +199,7 @@ _asked: dict[torch.device, Tensor] = {}
 def rows_asked(device: torch.device) -> Tensor:
     """Where CTAs of a launch with many rows count those that somebody asked for: 0 between launches, of the process, shared by
     all layers, as the workspace is. Not for two streams at once."""
-    if device not in _asked:
-        _asked[device] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _asked[device]
+    return zeros_kept(_asked, device, 1)
 
 
 def _ctas(device: torch.device) -> int:

@@ -302,6 +302,22 @@ def _codes(code_ptr, meta_ptr, at, tile, channels):
 
 
 @triton.jit
+def _rotation(rotation_ptr, index_ptr, nt):
+    """8U of an output tile: [n, n'] int8."""
+    n = tl.arange(0, 64)
+    return tl.load(rotation_ptr + tl.load(index_ptr + nt).to(tl.int32) * 4096 + n[None, :] * 64 + n[:, None])
+
+
+@triton.jit
+def _units(factor_ptr, smoothing_ptr, at, tile, kt, SMOOTH: tl.constexpr):
+    """What codes of a tile times 8U count in, by input, times the smoothing: [64] float32. at, tile: as in `_codes`."""
+    unit = tl.zeros([64], tl.float32) + tl.load(factor_ptr + at * 8 + tile) * 0.25
+    if SMOOTH:
+        unit = unit * tl.load(smoothing_ptr + kt * 64 + tl.arange(0, 64))
+    return unit
+
+
+@triton.jit
 def _expand(
     code_ptr, meta_ptr, factor_ptr, rotation_ptr, index_ptr, inverse_ptr, smoothing_ptr, out_ptr, k_tiles,
     SMOOTH: tl.constexpr, FUSED: tl.constexpr,
@@ -311,11 +327,9 @@ def _expand(
     at = (nt // 8).to(tl.int64) * k_tiles + kt
     n = tl.arange(0, 64)
     codes = _codes(code_ptr, meta_ptr, at, nt % 8, n)  # [64 k, 64 n]
-    rotation = tl.load(rotation_ptr + tl.load(index_ptr + nt).to(tl.int32) * 4096 + n[None, :] * 64 + n[:, None])  # [n, n']
+    rotation = _rotation(rotation_ptr, index_ptr, nt)
     sums = tl.dot(codes, rotation, out_dtype=tl.int32).to(tl.float32)  # [64 k, 64 n'], exact
-    unit = tl.zeros([64], tl.float32) + tl.load(factor_ptr + at * 8 + nt % 8) * 0.25
-    if SMOOTH:
-        unit = unit * tl.load(smoothing_ptr + kt * 64 + n)
+    unit = _units(factor_ptr, smoothing_ptr, at, nt % 8, kt, SMOOTH)
     q = _round_product(sums * tl.load(inverse_ptr + nt * 64 + n)[None, :], tl.broadcast_to(unit[:, None], [64, 64]), FUSED)
     tl.store(out_ptr + (nt * 64 + n)[None, :].to(tl.int64) * (k_tiles * 64) + (kt * 64 + n)[:, None], q.to(tl.int8))
 
@@ -328,7 +342,7 @@ def _largest_of(
     nt = tl.program_id(0)
     part = tl.program_id(1)
     n = tl.arange(0, 64)
-    rotation = tl.load(rotation_ptr + tl.load(index_ptr + nt).to(tl.int32) * 4096 + n[None, :] * 64 + n[:, None])  # [n, n']
+    rotation = _rotation(rotation_ptr, index_ptr, nt)
     of_output = tl.zeros([64], tl.float32)
     of_input = tl.zeros([64], tl.float32)
     kt = part * TILES
@@ -336,9 +350,7 @@ def _largest_of(
         at = (nt // 8).to(tl.int64) * k_tiles + kt
         codes = _codes(code_ptr, meta_ptr, at, nt % 8, n)  # [64 k, 64 n]
         sums = tl.abs(tl.dot(codes, rotation, out_dtype=tl.int32)).to(tl.float32)  # [64 k, 64 n'], exact
-        unit = tl.zeros([64], tl.float32) + tl.load(factor_ptr + at * 8 + nt % 8) * 0.25
-        if SMOOTH:
-            unit = unit * tl.load(smoothing_ptr + kt * 64 + n)
+        unit = _units(factor_ptr, smoothing_ptr, at, nt % 8, kt, SMOOTH)
         of_output = tl.maximum(of_output, tl.max(sums * unit[:, None], 0))
         of_input = tl.maximum(of_input, tl.max(tl.abs(codes.to(tl.int32)), 1).to(tl.float32) * (8 * unit))
         kt += 1
@@ -402,7 +414,7 @@ def _short(
         scale = tl.load(scale_ptr + place, mask=inside, other=0.0)
         acc += sums * (scale * (2.0 * tl.load(factor_ptr + at * 8 + nt % 8)))[:, None]
         kt += 1
-    rotation = tl.load(rotation_ptr + tl.load(index_ptr + nt).to(tl.int32) * 4096 + n[None, :] * 64 + n[:, None])  # [n, n']
+    rotation = _rotation(rotation_ptr, index_ptr, nt)
     y = tl.dot(acc, rotation.to(tl.float32) * 0.125, input_precision="ieee")
     if BIAS:
         y += tl.load(bias_ptr + nt * 64 + n).to(tl.float32)[None, :]

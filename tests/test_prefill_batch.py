@@ -119,6 +119,7 @@ def test_rows_are_quantised_beside_a_cta_of_the_product():
 def test_what_ctas_add_up_in_is_cleared_when_weights_are_loaded(monkeypatch):
     """A sleeping engine forgets what no layer owns; a captured graph knows the addresses."""
     monkeypatch.setattr(prefill_batch, "_sums", {})
+    monkeypatch.setattr(prefill_batch, "_arrivals", {})
     monkeypatch.setattr(prefill_int8, "_workspaces", {})
     monkeypatch.setattr(prefill_int8.prefill_cuda, "unsupported_reason", lambda capability: None)
     device = torch.device("cpu")
@@ -142,8 +143,7 @@ def test_every_cut_of_the_kernel_for_batches(ctas, monkeypatch):
             for dtype in (torch.bfloat16, torch.float16):
                 config = PrefillConfig(1, 0, 256)
                 check(make_case(*shape, kind), m, dtype, "cuda", path="cuda", config=config, smooth=True, bias=m != 20)
-    for held in prefill_batch._sums.values():
-        assert not any(t.any() for t in held)
+    assert not any(t.any() for held in (prefill_batch._sums, prefill_batch._arrivals) for t in held.values())
 
 
 @pytest.mark.gpu

@@ -216,15 +216,15 @@ class LayerLoading:
             raise ValueError(
                 f"{self.prefix}: {int((starts < 0).sum())} tiles of the layer belong to no module of the checkpoint"
             )
-        offsets, rows = [], 0
-        for part in range(len(self.members)):
-            offsets.append(rows)
-            rows += self.extensions[part].shape[0]
         bits = layer.get_parameter(s.MAP).data
-        starts = (starts & _ROW_MASK) + torch.tensor(offsets, dtype=torch.int64, device="cpu")[starts >> _SHIFT]
         parts = [self.extensions[part].to(bits.device) for part in range(len(self.members))]
         if len(parts) == 1:
             return self._loaded(parts[0])  # `_cut` left it in the order of its map
+        offsets, rows = [], 0
+        for extension in parts:
+            offsets.append(rows)
+            rows += extension.shape[0]
+        starts = (starts & _ROW_MASK) + torch.tensor(offsets, dtype=torch.int64, device="cpu")[starts >> _SHIFT]
         return self._loaded(layout.gather_extension(torch.cat(parts), starts.to(bits.device), bits))
 
     def finish_saved(self, where: str) -> LoadedLayer:
