@@ -86,7 +86,7 @@ def expand_tiles(per_tile: Tensor) -> Tensor:
 
 def extension_rows_per_tile(tile_bits: Tensor) -> Tensor:
     """Rows of the extension that each tile owns: 0 for 2 and 4 bits, 1 for 6, 2 for 8. [N/64, K/64] int64."""
-    return (tile_bits.long() // 2 - 2).clamp_min(0)
+    return ((tile_bits.long() >> 1) - 2).clamp_min(0)
 
 
 def extension_starts(tile_bits: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from vllm.model_executor.parameter import (
     RowvLLMParameter,
 )
 
+from vllm_tilequant import background
 from vllm_tilequant import schema as s
 from vllm_tilequant.kernels import layout
 
@@ -40,6 +42,8 @@ _DTYPES = {
     "F16": torch.float16,
 }
 _FLOATS = ("BF16", "F16", "F32")
+#: What threads copy; the rest is small.
+_LARGE = (s.PLANE0, s.PLANE1)
 #: A start code is member << _SHIFT | first row; -1 where nothing was loaded.
 _SHIFT = 40
 _ROW_MASK = (1 << _SHIFT) - 1
@@ -83,6 +87,8 @@ class LayerLoading:
     arrived: set[tuple[int, str]] = field(default_factory=set)
     stash: dict[int, Tensor] = field(default_factory=dict)  # member -> its whole extension, until its map is here
     extensions: dict[int, Tensor] = field(default_factory=dict)  # member -> rows of the extension that this rank needs
+    whole: set[int] = field(default_factory=set)  # members all of whose tiles this rank holds, in their order
+    copies: list[Future[None]] = field(default_factory=list)  # of large tensors, under way
     first: dict[str, int] = field(default_factory=dict)  # suffix that all members share -> the member it came from
     inside_bias: bool = False
     counted: set[tuple[int, str]] = field(default_factory=set)  # like `arrived`, before a reload
@@ -128,7 +134,7 @@ class LayerLoading:
 
     def reset(self) -> None:
         """Nothing has arrived, nothing is kept."""
-        for kept in (self.arrived, self.stash, self.extensions, self.first, self.counted):
+        for kept in (self.arrived, self.stash, self.extensions, self.whole, self.copies, self.first, self.counted):
             kept.clear()
         # Not registered: the checkpoint has no tensor of this name, and vLLM can be told to demand one for every parameter.
         self.starts = self._starts_of(torch.full(self._tiles, -1, dtype=torch.int64, device="cpu"))
@@ -149,17 +155,25 @@ class LayerLoading:
                 self.stash[part] = loaded_weight
             elif self._is_shared(suffix):
                 self._set_shared(suffix, param, loaded_weight, part)
+            elif suffix in _LARGE:
+                self.copies.append(background.start(param.device, self._place, param, loaded_weight, shard_id))
             else:
                 self._place(param, loaded_weight, shard_id)
                 if suffix == s.MAP:
-                    for name in ("tp_rank", "tp_size"):  # the layer stamps its registered parameters, some with its own
-                        if hasattr(param, name):
-                            setattr(self.starts, name, getattr(param, name))
-                    starts = layout.extension_starts(loaded_weight.cpu()) | part << _SHIFT
-                    self._place(self.starts, starts, shard_id)
+                    self._place_starts(param, loaded_weight.cpu(), shard_id, part)
             self._cut(part)
 
         return load
+
+    def _place_starts(self, param: Tensor, bits: Tensor, shard_id: Any, part: int) -> None:
+        """Where the rows of a member's tiles start, by the way its map takes (bits: the map; param: its parameter)."""
+        for name in ("tp_rank", "tp_size"):  # the layer stamps its registered parameters, some with its own
+            if hasattr(param, name):
+                setattr(self.starts, name, getattr(param, name))
+        starts = layout.extension_starts(bits) | part << _SHIFT
+        self._place(self.starts, starts, shard_id)
+        if torch.equal(self.starts.data[self._rows_of(part)], starts):
+            self.whole.add(part)
 
     def bias_loader(self, param: Tensor, loaded_weight: Tensor, shard_id: Any = None) -> None:
         """vLLM's plain loader with our check before it. Where a bias is fused in the checkpoint, it calls itself by part."""
@@ -211,6 +225,8 @@ class LayerLoading:
             raise ValueError(
                 f"{self.prefix}: {len(missing)} tensors of the checkpoint did not arrive:\n  " + "\n  ".join(missing)
             )
+        for copy in self.copies:
+            copy.result()
         layer, starts = self.layer, self.starts.data
         if bool((starts < 0).any()):
             raise ValueError(
@@ -378,16 +394,19 @@ class LayerLoading:
         """Keep of a member's extension what this rank needs, once its map tells, so that no rank holds all of the rest."""
         if part not in self.stash or (part, s.MAP) not in self.arrived:
             return
-        codes = self.starts.data
-        rows = ((codes >> _SHIFT) == part).all(1)  # a tile row belongs to one member
-        bits = self.layer.get_parameter(s.MAP).data.cpu()[rows]
-        full, starts, own = self.stash.pop(part), codes[rows] & _ROW_MASK, layout.extension_starts(bits)
-        whole = full.shape[0] == int(layout.extension_rows_per_tile(bits).sum()) and torch.equal(starts, own)
-        if not whole:
-            full = layout.gather_extension(full.cpu(), starts, bits)
+        param, full = self.layer.get_parameter(s.MAP), self.stash.pop(part)
+        if part not in self.whole:
+            codes, rows = self.starts.data, self._rows_of(part)
+            bits = param.data.cpu()[rows]
+            full = layout.gather_extension(full.cpu(), codes[rows] & _ROW_MASK, bits)
+            codes[rows] = layout.extension_starts(bits) | part << _SHIFT
         # Where it will be wanted: on the host its next copies would take longer than reading it.
-        self.extensions[part] = full.to(self.layer.get_parameter(s.MAP).device, copy=True)
-        codes[rows] = own | part << _SHIFT
+        self.extensions[part], copy = background.copied(full, param.device)
+        self.copies.append(copy)
+
+    def _rows_of(self, part: int) -> Tensor:
+        """Which rows of tiles belong to a member: a row belongs to one. [N/64] bool"""
+        return (self.starts.data[:, 0] >> _SHIFT) == part
 
 
 def _weakly(call: Callable[..., None]) -> Callable[..., None]:
