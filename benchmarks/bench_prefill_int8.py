@@ -5,6 +5,8 @@
 `us` is everything from activations to outputs: rows (`us_prepare`), expansion (`us_expand`), product. With vLLM installed
 the long product goes through its CUTLASS INT8 op as in serving, otherwise through ours in Triton; `gemm` says which. Peers need
 vLLM; one that cannot be measured is left out of the row and named at the end, never estimated.
+Few rows come first, at all shapes, and everything timed, ours and the rivals', begins after a rest: behind large products a GPU
+that is limited by its power runs at three quarters of its clock for some tenths of a second (one H200: 1,500 MHz for 1,980).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ from vllm_tilequant.kernels.prefill_int8 import PrefillWeight
 from vllm_tilequant.kernels.tuning import PrefillConfig, prefill_config
 
 MAX_RMS = 2.0**-8
+REST_SECONDS = 0.1
 #: N x K: gate+up, down, qkv and o of an 8B model.
 SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
 ROWS = (16, 64, 128, 256, 512, 2048, 8192)
@@ -68,6 +72,12 @@ def draw(n: int, k: int) -> Bench:
 def effort(us: float) -> dict[str, int]:
     """How often to run what takes about `us`: some 40 ms in all, ten replays at least."""
     return {"replays": 10, "warmup": 2, "at_least": max(2, min(40, int(4000 / us)))}
+
+
+def rest() -> None:
+    """Until the clock is up again, after whatever ran before."""
+    torch.cuda.synchronize()
+    time.sleep(REST_SECONDS)
 
 
 def check(bench: Bench, x: torch.Tensor, config: PrefillConfig, gemm: prefill_int8.Gemm | None, path: str | None) -> float:
@@ -126,6 +136,7 @@ def measure(bench: Bench, m: int, copy_gbps: float) -> dict[str, Any]:
     gemm = ops.int8_gemm(x.device) if how == "long" else None
     rms = check(bench, x, config, gemm, None)
     torch.cuda.empty_cache()
+    rest()
     t = time_ours(bench, x, config, gemm, **effort(n * k * m * 1e-9 + 20))
     rows_us, expand_us = prepare_us(bench, x, how)
     stored = layout.tile_code_bits(bench.packed.tile_bits) / (n * k)
@@ -144,6 +155,7 @@ def peers(n: int, k: int, m: int, missing: dict[str, str]) -> dict[str, float]:
     for name, make in PEERS.items():
         try:
             calls: list[Callable[[], object]] = make(x, n, k)
+            rest()
             out[name] = timing.time_graph(calls, **effort(n * k * m * 2e-9 + 20)).us
         except (ImportError, AttributeError, TypeError, RuntimeError) as e:  # a benchmark goes on without a rival, and says so
             missing[name] = f"{type(e).__name__}: {e}"[:300]
@@ -162,13 +174,12 @@ def main() -> None:
     counts = list(map(int, args.rows.split(","))) if args.rows else list(ROWS)
     copy, missing, rows = timing.copy_gbps(), {}, []
     print(f"copy bandwidth {copy:.0f} GB/s", flush=True)
-    for n, k in wanted:
-        bench = draw(n, k)
-        found = [measure(bench, m, copy) for m in counts]
-        del bench
-        torch.cuda.empty_cache()
+    benches = [draw(n, k) for n, k in wanted]
+    for m in sorted(counts):
+        found = [measure(bench, m, copy) for bench in benches]
         for row in found:
-            row["peers_us"] = {} if args.no_peers else peers(n, k, row["M"], missing)
+            n, k = row["N"], row["K"]
+            row["peers_us"] = {} if args.no_peers else peers(n, k, m, missing)
             at = SHAPES.index((n, k)) if (n, k) in SHAPES else None
             row["bar"] = BARS[row["M"]][at] if at is not None and row["M"] in BARS else None
             for name in ("bf16", "cutlass_int8"):
@@ -177,6 +188,7 @@ def main() -> None:
             rows.append(row)
             rivals = " ".join(f"{name} {us:.1f}" for name, us in row["peers_us"].items())
             print(f"{n}x{k} M{row['M']} {row['kernel']}: {row['us']:.1f} us (bar {row['bar']}) | {rivals}", flush=True)
+    rows.sort(key=lambda row: (wanted.index((row["N"], row["K"])), row["M"]))
     if args.json:
         report.write(args.json, report.envelope("prefill_int8", "cuda", rows))
         print(f"wrote {args.json}")
