@@ -4,7 +4,7 @@
     python benchmarks/bench_loading.py --engines SCRATCH/tilequant SCRATCH/bf16      # folders of bench_e2e.py --stored
 
 With `--engines`: how long vLLM says that it loads and prepares the weights of whole folders, each in an engine of its own, and
-for each GiB of them; `load` is the reading alone. What was written or read just before comes from the page cache, and a first
+for each GiB of them; `load_s` is the reading alone. What was written or read just before comes from the page cache, and a first
 start compiles kernels, so that every folder is loaded twice, and both times are shown. Otherwise:
 
 One layer at a time, at the shapes of an 8B model, goes through vLLM's own weight iterator, layers and loaders, on the CPU and
@@ -56,7 +56,28 @@ COLUMNS = {
     "touched": ".1%",
     "seconds": ".2f",
 }
-ENGINE_COLUMNS = {"model": "", "start": "d", "gib": ".2f", "load_s": ".1f", "weights_s": ".1f", "s_per_gib": ".2f"}
+ENGINE_COLUMNS = {
+    "model": "",
+    "start": "d",
+    "gib": ".2f",
+    "load_s": ".2f",
+    "weights_s": ".2f",
+    "load_s_per_gib": ".3f",
+    "s_per_gib": ".3f",
+}
+#: An engine over a folder, in one process: a second one would import everything once more, which takes longer than loading.
+#: What follows the loading (a profile of the memory, caches) is left out.
+START = """
+import os, sys
+from vllm import LLM
+from vllm.v1.worker.gpu_worker import Worker
+load = Worker.load_model
+def load_and_leave(self, *args, **kwargs):
+    load(self, *args, **kwargs)
+    os._exit(0)
+Worker.load_model = load_and_leave
+LLM(sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=512)
+"""
 
 
 def write(folder: Path, layer: str) -> tuple[Path, TileQuantConfig]:
@@ -117,13 +138,11 @@ def load(path: Path, config: TileQuantConfig, layer: str, rank: int, size: int) 
 
 
 def load_engine(folder: Path, log: Path) -> dict[str, Any]:
-    """Start an engine over a folder, without compiling or capturing anything, and read what it says. Raises `OSError`."""
+    """Start an engine over a folder until its weights are ready, and read what it says. Raises `OSError`."""
     gib = sum(p.stat().st_size for p in folder.glob("*.safetensors")) / 2**30
-    # In this one process: a second one would import everything once more, which takes longer than loading.
-    start = f"from vllm import LLM; LLM({str(folder)!r}, skip_tokenizer_init=True, enforce_eager=True, max_model_len=512)"
     with log.open("w") as out:
         code = subprocess.run(
-            [sys.executable, "-c", start],
+            [sys.executable, "-c", START, str(folder)],
             stdout=out,
             stderr=subprocess.STDOUT,
             env=environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
@@ -140,6 +159,7 @@ def load_engine(folder: Path, log: Path) -> dict[str, Any]:
         "gib": gib,
         "load_s": float(load[1]),
         "weights_s": seconds,
+        "load_s_per_gib": float(load[1]) / gib,
         "s_per_gib": seconds and seconds / gib,
     }
 
