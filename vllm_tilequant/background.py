@@ -19,6 +19,7 @@ from torch import Tensor
 _WORKERS, _MOST = 2, 4
 
 _pool: ThreadPoolExecutor | None = None
+_own = threading.local()
 _room = threading.BoundedSemaphore(_MOST)
 
 
@@ -28,11 +29,12 @@ def start(device: torch.device, call: Callable[..., Any], *args: Any) -> Future[
     What it raises, `result()` of what is returned raises. It allocates nothing: memory pools are chosen by thread.
     """
     global _pool
+    before = None if device.type == "cpu" else torch.get_device_module(device).current_stream(device).record_event()
     if _pool is None:
         _pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="tilequant-loading")
     _room.acquire()
     try:
-        future = _pool.submit(_run, device, call, args)
+        future = _pool.submit(_run, device, before, call, args)
     except BaseException:
         _room.release()
         raise
@@ -46,7 +48,16 @@ def copied(tensor: Tensor, device: torch.device) -> tuple[Tensor, Future[None]]:
     return target, start(device, target.copy_, tensor)
 
 
-def _run(device: torch.device, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    if device.type != "cpu":  # a thread begins with the first device, where this rank has no business
-        torch.get_device_module(device).set_device(device)
-    call(*args)
+def _run(device: torch.device, before: Any, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """before: what must have happened on the device, where memory may have had another owner"""
+    if before is None:
+        call(*args)
+        return
+    module = torch.get_device_module(device)
+    module.set_device(device)  # a thread begins with the first one, where this rank has no business
+    if not hasattr(_own, "stream"):
+        _own.stream = module.Stream(device)  # on the loader's own stream each of its small copies would wait for the large ones
+    _own.stream.wait_event(before)
+    with module.stream(_own.stream):
+        call(*args)
+    _own.stream.synchronize()  # what is copied may lie on the device already, and then has only been started

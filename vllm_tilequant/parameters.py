@@ -3,7 +3,7 @@
 Everything uniform is a vLLM parameter that vLLM's own loader slices, fuses and replicates. The extension is not uniform: how
 many rows a tile owns depends on its bits. So a map of int64 codes (member, first row in that member's extension) goes through
 the same loader under the same rules as the precision map; what arrives in it says which rows this rank needs. No arithmetic of
-ranks, heads or replicas is done here.
+ranks, heads or replicas is done here. A rank that holds as many tiles as the members have needs all rows, and no such map.
 
 Weights may arrive again while an engine runs. vLLM then puts parameters without memory (meta) in place of the layer's, calls
 every loader with one of them only to count how many elements it copies, and keeps its arguments. When the counts have reached
@@ -87,7 +87,6 @@ class LayerLoading:
     arrived: set[tuple[int, str]] = field(default_factory=set)
     stash: dict[int, Tensor] = field(default_factory=dict)  # member -> its whole extension, until its map is here
     extensions: dict[int, Tensor] = field(default_factory=dict)  # member -> rows of the extension that this rank needs
-    whole: set[int] = field(default_factory=set)  # members all of whose tiles this rank holds, in their order
     copies: list[Future[None]] = field(default_factory=list)  # of large tensors, under way
     first: dict[str, int] = field(default_factory=dict)  # suffix that all members share -> the member it came from
     inside_bias: bool = False
@@ -127,6 +126,8 @@ class LayerLoading:
         register(s.EXTENSION, BasevLLMParameter, torch.empty(extension_rows, s.WORDS_PER_TILE_PLANE, dtype=torch.int32))
         self._starts_of = lambda codes: PackedvLLMParameter(data=codes, weight_loader=self.load, **by_tile)
         self._tiles = tiles
+        held = sum(m.module.n_tiles for m in self.members), self.members[0].module.k_tiles
+        self._whole = tiles == held  # then members lie in their order, each with all of its tiles
         self.reset()
         # vLLM creates the bias after us, with whatever `layer.weight_loader` then is.
         self._load_bias = _weakly(self.layer.weight_loader)
@@ -134,10 +135,11 @@ class LayerLoading:
 
     def reset(self) -> None:
         """Nothing has arrived, nothing is kept."""
-        for kept in (self.arrived, self.stash, self.extensions, self.whole, self.copies, self.first, self.counted):
+        for kept in (self.arrived, self.stash, self.extensions, self.copies, self.first, self.counted):
             kept.clear()
         # Not registered: the checkpoint has no tensor of this name, and vLLM can be told to demand one for every parameter.
-        self.starts = self._starts_of(torch.full(self._tiles, -1, dtype=torch.int64, device="cpu"))
+        tiles = (0, 0) if self._whole else self._tiles
+        self.starts = self._starts_of(torch.full(tiles, -1, dtype=torch.int64, device="cpu"))
 
     @property
     def smoothed(self) -> bool:
@@ -159,7 +161,7 @@ class LayerLoading:
                 self.copies.append(background.start(param.device, self._place, param, loaded_weight, shard_id))
             else:
                 self._place(param, loaded_weight, shard_id)
-                if suffix == s.MAP:
+                if suffix == s.MAP and not self._whole:
                     self._place_starts(param, loaded_weight.cpu(), shard_id, part)
             self._cut(part)
 
@@ -170,10 +172,7 @@ class LayerLoading:
         for name in ("tp_rank", "tp_size"):  # the layer stamps its registered parameters, some with its own
             if hasattr(param, name):
                 setattr(self.starts, name, getattr(param, name))
-        starts = layout.extension_starts(bits) | part << _SHIFT
-        self._place(self.starts, starts, shard_id)
-        if torch.equal(self.starts.data[self._rows_of(part)], starts):
-            self.whole.add(part)
+        self._place(self.starts, layout.extension_starts(bits) | part << _SHIFT, shard_id)
 
     def bias_loader(self, param: Tensor, loaded_weight: Tensor, shard_id: Any = None) -> None:
         """vLLM's plain loader with our check before it. Where a bias is fused in the checkpoint, it calls itself by part."""
@@ -227,20 +226,22 @@ class LayerLoading:
             )
         for copy in self.copies:
             copy.result()
-        layer, starts = self.layer, self.starts.data
+        bits, starts = self.layer.get_parameter(s.MAP).data, self.starts.data
         if bool((starts < 0).any()):
             raise ValueError(
                 f"{self.prefix}: {int((starts < 0).sum())} tiles of the layer belong to no module of the checkpoint"
             )
-        bits = layer.get_parameter(s.MAP).data
         parts = [self.extensions[part].to(bits.device) for part in range(len(self.members))]
         if len(parts) == 1:
             return self._loaded(parts[0])  # `_cut` left it in the order of its map
-        offsets, rows = [], 0
-        for extension in parts:
-            offsets.append(rows)
-            rows += extension.shape[0]
-        starts = (starts & _ROW_MASK) + torch.tensor(offsets, dtype=torch.int64, device="cpu")[starts >> _SHIFT]
+        if self._whole:
+            of_members = bits.split([m.module.n_tiles for m in self.members])
+            rows = torch.stack([layout.extension_rows_per_tile(own).sum() for own in of_members])
+            before = rows.cumsum(0) - rows
+            starts = torch.cat([layout.extension_starts(own) + rows for own, rows in zip(of_members, before, strict=True)])
+        else:
+            rows = torch.tensor([e.shape[0] for e in parts], dtype=torch.int64, device="cpu")
+            starts = (starts & _ROW_MASK) + (rows.cumsum(0) - rows)[starts >> _SHIFT]
         return self._loaded(layout.gather_extension(torch.cat(parts), starts.to(bits.device), bits))
 
     def finish_saved(self, where: str) -> LoadedLayer:
@@ -313,7 +314,8 @@ class LayerLoading:
             bits.shape
         )
         bits.copy_(chosen)
-        self.starts.data = layout.extension_starts(chosen)
+        if not self._whole:
+            self.starts.data = layout.extension_starts(chosen)
         rows = int(layout.extension_rows_per_tile(chosen).sum())
         empty = torch.zeros(0, s.WORDS_PER_TILE_PLANE, dtype=torch.int32, device="cpu")
         self.extensions = {part: empty for part in range(len(self.members))}
@@ -392,21 +394,18 @@ class LayerLoading:
 
     def _cut(self, part: int) -> None:
         """Keep of a member's extension what this rank needs, once its map tells, so that no rank holds all of the rest."""
-        if part not in self.stash or (part, s.MAP) not in self.arrived:
+        if part not in self.stash or not (self._whole or (part, s.MAP) in self.arrived):
             return
         param, full = self.layer.get_parameter(s.MAP), self.stash.pop(part)
-        if part not in self.whole:
-            codes, rows = self.starts.data, self._rows_of(part)
+        if not self._whole:
+            codes = self.starts.data
+            rows = (codes[:, 0] >> _SHIFT) == part  # a row of tiles belongs to one member
             bits = param.data.cpu()[rows]
             full = layout.gather_extension(full.cpu(), codes[rows] & _ROW_MASK, bits)
             codes[rows] = layout.extension_starts(bits) | part << _SHIFT
         # Where it will be wanted: on the host its next copies would take longer than reading it.
         self.extensions[part], copy = background.copied(full, param.device)
         self.copies.append(copy)
-
-    def _rows_of(self, part: int) -> Tensor:
-        """Which rows of tiles belong to a member: a row belongs to one. [N/64] bool"""
-        return (self.starts.data[:, 0] >> _SHIFT) == part
 
 
 def _weakly(call: Callable[..., None]) -> Callable[..., None]:
