@@ -5,7 +5,7 @@
 
 With `--engines`: how long vLLM says that it loads and prepares the weights of whole folders, each in an engine of its own, and
 for each GiB of them; `load_s` is the reading alone. What was written or read just before comes from the page cache, and a first
-start compiles kernels, so that every folder is loaded twice, and both times are shown. Otherwise:
+start compiles kernels, so that every folder is loaded `--starts` times, and all times are shown. Otherwise:
 
 One layer at a time, at the shapes of an 8B model, goes through vLLM's own weight iterator, layers and loaders, on the CPU and
 without an engine. Touched pages are the mapping's resident size in /proc/self/smaps, which the kernel rounds up to windows of
@@ -168,6 +168,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--engines", type=Path, nargs="+", help="folders to load whole, on this machine's device")
+    parser.add_argument("--starts", type=int, default=2, help="of each of these engines")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; the system's temporary folder if left out")
     parser.add_argument("--json", type=Path, help="by default benchmarks/results/loading.cpu.json")
     args = parser.parse_args()
@@ -175,7 +176,7 @@ def main() -> int:
         device, found = "cuda" if torch.cuda.is_available() else "cpu", []
         path = args.json or report.default_path("loading_engine", device)
         with tempfile.TemporaryDirectory() as scratch:
-            for start, folder in product((1, 2), args.engines):
+            for start, folder in product(range(1, args.starts + 1), args.engines):
                 found.append({"start": start} | load_engine(folder, Path(scratch) / "log"))
                 report.write(path, report.envelope("loading_engine", device, found))
         print(report.table(found, ENGINE_COLUMNS))
