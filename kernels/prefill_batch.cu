@@ -1,10 +1,10 @@
-// Batches and short prompts: y = x W^T for up to 128 rows, the weight expanded inside, one scale per row and 64 outputs
+// Batches and short prompts: y = x W^T for up to 128 rows, the weight expanded inside, one scale per row and rotated output
 // (`reference.requantize_block_ref`). Compiled by NVRTC for compute capability 9.0.
 //
 // A step is four tiles: WIDTH of outputs (half a block of the decode form, or a quarter) by DEPTH of inputs. A range of outputs is WIDTH
 // tiles, and steps stand in the order of memory, range by range. Three kinds of warps work behind each other. Readers fill a ring with plane
 // words (tensor copy, and `cp.async` for planes 2 and 3), and one of INT8 rows. Expanding warps, each with one tile of a step, make codes of
-// plane words, multiply them in half precision by what makes one scale of all tiles of 64 outputs, round them to INT8 and write them where
+// plane words, multiply them in half precision by what makes one scale of an output in all tiles, round them to INT8 and write them where
 // the tensor core reads them. Multiplying warps only start its products (`wgmma`), whose integer sums over the inputs stay in registers:
 // nothing is rescaled on the way, so that the cost of a tile hardly grows with the number of rows.
 // The CTAs of a cluster have a range, each an even part of its inputs. In the end each adds up the sums of some rows, its own and those
@@ -23,7 +23,8 @@ struct Args {
     Map planes;           // planes 0 and 1: rows of 128 bytes, in boxes of 128 parts of rows, of WIDTH tiles
     Weight w;
     const u32* ratio;     // [blocks, k_tiles, 8] two equal halves: what codes of a tile are multiplied by, beside `smoothing`
-    const float* unit;    // [n_tiles] of what results
+    const u32* stretch;   // [n_tiles, 64] two halves: what codes of an output are multiplied by besides, and -1152 times that
+    const float* unit;    // [n_tiles, 64] of what results
     const u16* smoothing; // [k_tiles, 64] half, in the order of places 4 i + (0, 2, 1, 3)
     const u8* x;          // [k_tiles, rows_padded, 64] int8, as `batch_rows` writes it
     const float* scale;   // [rows] of rows
@@ -58,13 +59,13 @@ constexpr int ROWS_AT = STAGES * STAGE_BYTES, CODES_AT = (ROWS_AT + ROW_STAGES *
 constexpr int SENT_AT = CODES_AT + BUFFERS * BUFFER_BYTES, FACTORS_AT = SENT_AT + (STREAM ? 4 * MULTIPLIERS * SENT : 0);
 constexpr int STEPS_AT = FACTORS_AT + STAGES * FACTOR_BYTES;
 constexpr int PERIOD = 32;  // steps that are made ready at a time, two periods kept
-constexpr int KNOWN_AT = STEPS_AT + 2 * PERIOD * sizeof(uint4[TILES + 1]), KNOWN_BYTES = 336;
+constexpr int KNOWN_AT = STEPS_AT + 2 * PERIOD * sizeof(uint4[TILES + 1]), KNOWN_BYTES = 592;
 constexpr int BARRIERS_AT = KNOWN_AT + WIDTH * KNOWN_BYTES, LAST_AT = BARRIERS_AT + (STAGES + ROW_STAGES + BUFFERS + 1) * 16;
 constexpr int SCALES_AT = LAST_AT + 256;  // behind 64 words: scales of rows
 
 // What is known of a step. tile.x, y: unit of input 0 in planes 2 and 3; z: units from an input to the next in plane 2 (bits 0-7) and
 // plane 3 (8-15), and whether the tile lacks plane 2 (16) and 3 (17); w: `ratio`. place.x: number among the weight's blocks and input
-// tiles; y: input tile; z: first tile of the block.
+// tiles; y: input tile; z: first tile of the block, w: of all.
 struct Step {
     uint4 tile[TILES];
     uint4 place;
@@ -101,7 +102,7 @@ __device__ __forceinline__ void make_ready(const Args& args, Step* ready, u32 fi
                                                 count2 | count3 << 8 | lacks, args.ratio[(u64)(at + d) * 8 + tile]);
         }
     }
-    to.place = make_uint4(at, kt, first_tile, 0);
+    to.place = make_uint4(at, kt, first_tile, range * WIDTH);
 }
 
 // Bits 1 and 2 change places.
@@ -196,14 +197,17 @@ __device__ __forceinline__ void read_rows(const Args& args, u32 at, u32 full, u3
     }
 }
 
-// (code - zero) * by of two codes, rounded half to even; as the low bytes of two halves. code: 1024 + code, exact.
-__device__ __forceinline__ u32 scaled(u32 code, u32 zero, u32 by) { return half2_fma(half2_sub(code, zero), by, 0x66006600u); }
+// (code - 128) * stretch, rounded to half precision, times `by`, rounded half to even; as the low bytes of two halves. code: 1024 + code of
+// eight bits, exact, and so is -1152 * stretch.
+__device__ __forceinline__ u32 scaled(u32 code, u32 stretch, u32 by) {
+    return half2_fma(half2_fma(code, low_twice(stretch), high_twice(stretch)), by, 0x66006600u);
+}
 
 // Bytes of 4 fields (two bits of outputs j = 0..3 each) of planes, four inputs -> for every j a word of four INT8 codes.
-// by: of inputs (0, 2) and (1, 3), two halves each; by16: 16 times that.
+// by: of inputs (0, 2) and (1, 3), two halves each; stretch: of the outputs.
 template <bool WIDE>
-__device__ __forceinline__ void requantise(u32 p0, u32 p1, u32 p2, u32 p3, const u32 (&by)[2], const u32 (&by16)[2], u32 (&out)[4]) {
-    constexpr u32 UPPER = 0xccccccccu, HIGH = 0xf0f0f0f0u, ONES = 0x64006400u, ZERO = 0x64806480u;  // 1024, 1152
+__device__ __forceinline__ void requantise(u32 p0, u32 p1, u32 p2, u32 p3, const u32 (&by)[2], const u32 (&stretch)[4], u32 (&out)[4]) {
+    constexpr u32 UPPER = 0xccccccccu, HIGH = 0xf0f0f0f0u, ONES = 0x64006400u;  // 1024
     const u32 nibbles[2] = {chosen(p0 << 2, p1, UPPER), chosen(p0, p1 >> 2, UPPER)};                // j = 0, 2 and j = 1, 3
     if constexpr (WIDE) {
         const u32 low[2] = {chosen(p2 << 2, p3, UPPER), chosen(p2, p3 >> 2, UPPER)};
@@ -212,25 +216,28 @@ __device__ __forceinline__ void requantise(u32 p0, u32 p1, u32 p2, u32 p3, const
 #pragma unroll
             for (int upper = 0; upper < 2; ++upper) {
                 const u32 code = upper ? chosen(nibbles[odd], low[odd] >> 4, HIGH) : chosen(nibbles[odd] << 4, low[odd], HIGH);
-                const u32 a = scaled(__byte_perm(code, ONES, 0x5250), ZERO, by[0]);
-                const u32 b = scaled(__byte_perm(code, ONES, 0x5351), ZERO, by[1]);
-                out[odd + 2 * upper] = __byte_perm(a, b, 0x6240);
+                const int j = odd + 2 * upper;
+                const u32 a = scaled(__byte_perm(code, ONES, 0x5250), stretch[j], by[0]);
+                const u32 b = scaled(__byte_perm(code, ONES, 0x5351), stretch[j], by[1]);
+                out[j] = __byte_perm(a, b, 0x6240);
             }
     } else {
-        constexpr u32 LOW_ZERO = 0x64086408u;  // 1032
+        // Lower nibbles move up: 16 times them, 1152 is a zero whose products are exact, 1032 would not be.
+        constexpr u32 UP = 0x00f000f0u;
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-            const u32 w = nibbles[odd], next = w >> 8;
-            out[odd] = __byte_perm(scaled(w & 0x000f000fu | ONES, LOW_ZERO, by16[0]), scaled(next & 0x000f000fu | ONES, LOW_ZERO, by16[1]), 0x6240);
-            out[odd + 2] = __byte_perm(scaled(w & 0x00f000f0u | ONES, ZERO, by[0]), scaled(next & 0x00f000f0u | ONES, ZERO, by[1]), 0x6240);
+            const u32 w = nibbles[odd];
+            out[odd] = __byte_perm(scaled(w << 4 & UP | ONES, stretch[odd], by[0]), scaled(w >> 4 & UP | ONES, stretch[odd], by[1]), 0x6240);
+            out[odd + 2] = __byte_perm(scaled(w & UP | ONES, stretch[odd + 2], by[0]), scaled(w >> 8 & UP | ONES, stretch[odd + 2], by[1]), 0x6240);
         }
     }
 }
 
 // A tile: from plane words (this lane's row of plane 0) to codes. Row 8 t + `swapped(g)` of the codes is output 8 g + t, so that what half a warp
-// stores lies in different banks. `room` is called when the codes need room, `read` when all plane words have been read.
+// stores lies in different banks. stretch: of the lane's eight outputs. `room` is called when the codes need room, `read` when all plane words
+// have been read.
 template <bool WIDE, typename Room, typename Read>
-__device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, u32 to, Room&& room, Read&& read) {
+__device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, const u32* stretch, u32 to, Room&& room, Read&& read) {
     constexpr int PLANES = WIDE ? 4 : 2, QUADS = MULTIPLIERS == 2 ? 2 : 4, HALVES = QUADS / 2;  // four inputs each, at a time: what registers allow
 #pragma unroll
     for (int half = 0; half < 2; half += HALVES) {
@@ -239,28 +246,26 @@ __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, 
         for (int h = 0; h < HALVES; ++h)
 #pragma unroll
             for (int p = 0; p < PLANES; ++p) load_transposed(words[h][p], from + plane_at(p) + (half + h) * (PLANE / 2));
-        u32 by[QUADS][2], by16[QUADS][2];
+        u32 by[QUADS][2];
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
             const uint4 s = load_shared4(smoothing + (half + h) * 16);
             const u32 four[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                u32& one = by[2 * h + (i >> 1)][i & 1];
-                one = half2_mul(four[i], ratio);
-                by16[2 * h + (i >> 1)][i & 1] = WIDE ? 0 : half2_mul(one, 0x4c004c00u);
-            }
+            for (int i = 0; i < 4; ++i) by[2 * h + (i >> 1)][i & 1] = half2_mul(four[i], ratio);
         }
         if (half + HALVES == 2) read();  // at once: what is read next is what memory's latency hides behind
 #pragma unroll
         for (int byte = 0; byte < 2; ++byte) {
+            const uint4 s = __ldg((const uint4*)(stretch + 4 * byte));
+            const u32 of_output[4] = {s.x, s.y, s.z, s.w};
             u32 code[QUADS][4];  // [..][j]
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
                 u32 p[4] = {};
 #pragma unroll
                 for (int i = 0; i < PLANES; ++i) p[i] = __byte_perm(words[q >> 1][i][2 * (q & 1)], words[q >> 1][i][2 * (q & 1) + 1], byte ? 0x7531 : 0x6420);
-                requantise<WIDE>(p[0], p[1], p[2], p[3], by[q], by16[q], code[q]);
+                requantise<WIDE>(p[0], p[1], p[2], p[3], by[q], of_output, code[q]);
             }
             if (half == 0 && byte == 0) room();
 #pragma unroll
@@ -426,16 +431,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             const u32 at = slot * STAGE_BYTES, into = to + buffer * BUFFER_BYTES;
             const u32 smoothing = base + FACTORS_AT + slot * FACTOR_BYTES + tile / WIDTH * 128 + c * 32;
             barrier_wait(full + slot * 8, parity);
-            const uint2 step = *(const uint2*)&ready[s & 2 * PERIOD - 1].tile[tile].z;
+            const Step& of = ready[s & 2 * PERIOD - 1];
+            const uint2 step = *(const uint2*)&of.tile[tile].z;
+            const u32 nt = min((STREAM ? of.place.w : first_range * WIDTH) + tile % WIDTH, (u32)args.w.n_tiles - 1);  // beyond, codes are zeros
+            const u32* stretch = args.stretch + nt * 64 + 8 * g;
             const auto room = [&] { barrier_wait(used + buffer * 8, buffer_parity); };
             const auto read = [&] {
                 __syncwarp();
                 if (lane == 0) barrier_arrive(empty + slot * 8);
             };
             if (~step.x & 3 << 16)
-                expand_tile<true>(from + at, smoothing, step.y, into, room, read);
+                expand_tile<true>(from + at, smoothing, step.y, stretch, into, room, read);
             else
-                expand_tile<false>(from + at, smoothing, step.y, into, room, read);
+                expand_tile<false>(from + at, smoothing, step.y, stretch, into, room, read);
             written_for_products();
             __syncwarp();
             if (lane == 0) barrier_arrive(coded + buffer * 8);

@@ -48,11 +48,11 @@ class BatchArgs(ctypes.Structure):
         ("planes", ctypes.c_ubyte * 128),
         ("w", WeightArgs),
         *((name, ctypes.c_void_p) for name in (
-            "ratio", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "sums", "arrivals",
+            "ratio", "stretch", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "sums", "arrivals",
         )),
         ("y_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type", "parts")),
-        ("padding", ctypes.c_ubyte * 44),
+        ("padding", ctypes.c_ubyte * 36),
     ]  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def batch_bytes(tokens: int, width: int, stream: bool) -> int:
     buffers = (4 if width == 2 else 3) if tokens == 128 else 4 if tokens == 64 and (width == 2 or stream) else 6
     rings = stages * BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + row_stages * rows * 64
     sent = 4 * multipliers * 64 * min(tokens, 64) if stream else 0
-    kept = stages * SHORT_TILES // width * 128 + 64 * (SHORT_TILES + 1) * 16 + width * 336
+    kept = stages * SHORT_TILES // width * 128 + 64 * (SHORT_TILES + 1) * 16 + width * 592
     barriers = (stages + row_stages + buffers + 1) * 16
     return -(-rings // 1024) * 1024 + buffers * SHORT_TILES * 4096 + sent + kept + barriers + 4 * _MOST_RANGES + 4 * tokens
 
@@ -128,9 +128,9 @@ def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def batch(
-    q: Tensor, scale: Tensor, w: DecodeWeight, block: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, out: Tensor
+    q: Tensor, scale: Tensor, w: DecodeWeight, block: tuple[Tensor, ...], bias: Tensor | None, out: Tensor
 ) -> None:
-    """y of rows by `quantize_batch`. block: `ratio`, `unit`, `of_input` of `PrefillWeight`; out: [M, N], aligned to pairs"""
+    """y of rows by `quantize_batch`. block: `PrefillWeight.of_batches`; out: [M, N], aligned to pairs"""
     weight, cut = weight_args(w), _cut(w, out.dtype)
     width, steps, *_ = cut
     sums, arrivals = batch_sums(w.device, w.out_features)
@@ -148,7 +148,7 @@ class Batch:
     once. Holds no tensor."""
 
     def __init__(
-        self, dtype: torch.dtype, unsmoothing: Tensor | None, w: DecodeWeight, block: tuple[Tensor, Tensor, Tensor]
+        self, dtype: torch.dtype, unsmoothing: Tensor | None, w: DecodeWeight, block: tuple[Tensor, ...]
     ) -> None:
         self.device, self.dtype, self.n, self.k = w.device, dtype, w.out_features, w.in_features
         self.cut = width, steps, *_ = _cut(w, dtype)

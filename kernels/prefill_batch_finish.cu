@@ -7,10 +7,9 @@ __device__ __forceinline__ u32 sums_at(u32 tile, u32 w, u32 eight, u32 lane) { r
 // What is known of the outputs of a tile before there are sums.
 struct Known {
     u8 code[64];  // as in `Args::table`
-    float bias[64];
-    float unit;
+    float bias[64], unit[64];
     u32 rotated;
-    u32 padding[2];
+    u32 padding[3];
 };
 static_assert(sizeof(Known) == KNOWN_BYTES);
 
@@ -24,7 +23,8 @@ __device__ __forceinline__ void find_known(const Args& args, Known* known, int r
         if (args.bias) bias = args.bias_type == 2 ? ((const float*)args.bias)[nt * 64 + output] : from_half(((const u16*)args.bias)[nt * 64 + output], args.bias_type);
         const bool rotated = transform != 255;
         to.bias[output] = bias, to.code[output] = rotated ? args.table[transform * 64 + output] : output;
-        if (output == 0) to.unit = args.unit[nt], to.rotated = rotated;
+        to.unit[output] = args.unit[nt * 64 + output];
+        if (output == 0) to.rotated = rotated;
     }
 }
 
@@ -106,7 +106,7 @@ __device__ __forceinline__ void finish_range(const Args& args, int* sums, u32 he
     const uint2 signs = *(const uint2*)(of.code + 8 * g);
     const u32 two = *(const u16*)(of.code + 2 * lane);  // of outputs 2 lane and 2 lane + 1
     const float2 bias = *(const float2*)(of.bias + 2 * lane);
-    const float unit = of.unit, low_factor = !of.rotated ? 1.f : two & 64 ? -0.125f : 0.125f, high_factor = !of.rotated ? 1.f : two & 64 << 8 ? -0.125f : 0.125f;
+    const float low_factor = !of.rotated ? 1.f : two & 64 ? -0.125f : 0.125f, high_factor = !of.rotated ? 1.f : two & 64 << 8 ? -0.125f : 0.125f;
     const bool rotated = of.rotated;
     float* const put = room + 2 * c * ROW + g * BLOCK;                                                   // this lane's sums
     float* const turned = room + (2 * (lane >> 2 & 3) + (lane >> 4)) * ROW + 2 * c;                      // two outputs of every eight
@@ -116,13 +116,11 @@ __device__ __forceinline__ void finish_range(const Args& args, int* sums, u32 he
         const int row = piece / WIDTH * 8;
         float v[2][8];
 #pragma unroll
-        for (int side = 0; side < 2; ++side) {
-            const float by = scale[side] * unit;
+        for (int i = 0; i < 8; ++i) {
+            const u32 sign = (i < 4 ? signs.x : signs.y) << (24 - 8 * (i & 3)) & 0x80000000u;
+            const float unit = of.unit[8 * g + i];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const u32 sign = (i < 4 ? signs.x : signs.y) << (24 - 8 * (i & 3)) & 0x80000000u;
-                v[side][i] = __uint_as_float(__float_as_uint((float)next[2 * i + side] * by) ^ sign);
-            }
+            for (int side = 0; side < 2; ++side) v[side][i] = __uint_as_float(__float_as_uint((float)next[2 * i + side] * (scale[side] * unit)) ^ sign);
         }
         if (piece + WORKERS < share.end) load(piece + WORKERS);
         __syncwarp();

@@ -5,14 +5,21 @@ __device__ __forceinline__ u32 half2_mul(u32 a, u32 b) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
-__device__ __forceinline__ u32 half2_sub(u32 a, u32 b) {
-    u32 r;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
 __device__ __forceinline__ u32 half2_fma(u32 a, u32 b, u32 c) {
     u32 r;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+// One of two halves, twice: an instruction takes its operand so.
+__device__ __forceinline__ u32 low_twice(u32 a) {
+    u32 r;
+    asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {l, l};}" : "=r"(r) : "r"(a));
+    return r;
+}
+__device__ __forceinline__ u32 high_twice(u32 a) {
+    u32 r;
+    asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {h, h};}" : "=r"(r) : "r"(a));
     return r;
 }
 

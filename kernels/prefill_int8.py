@@ -58,8 +58,8 @@ class PrefillWeight:
 
     scale, inverse: [N, 1] float32 of the requantised weight, and one over it (`reference.coarse`)
     rotation: [transforms + 1, 64, 64] int8, 8U by rows, the identity last; index: [N/64] uint8, its row per output tile
-    ratio, unit, of_input: `reference.block_ratios` as the kernel for batches reads them: [blocks, K/64, 8] int32, a tile's half
-        twice; [N/64] float32; [K/64, 64] float16 in its order of inputs
+    ratio, stretch, unit, of_input: `reference.block_ratios` as the kernel for batches reads them: [blocks, K/64, 8] int32, a
+        tile's half twice; [N] int32, an output's half and -1152 times it; [N] float32; [K/64, 64] float16 in its order of inputs
     smoothing, unsmoothing: [K] float32 and one over it: what inputs are divided by; None for ones
     """
 
@@ -68,10 +68,16 @@ class PrefillWeight:
     rotation: Tensor
     index: Tensor
     ratio: Tensor
+    stretch: Tensor
     unit: Tensor
     of_input: Tensor
     smoothing: Tensor | None = None
     unsmoothing: Tensor | None = None
+
+    @property
+    def of_batches(self) -> tuple[Tensor, ...]:
+        """What `prefill_batch` takes."""
+        return self.ratio, self.stretch, self.unit, self.of_input
 
     def tensors(self) -> list[Tensor]:
         """The fields that are there, in order: `PrefillWeight(*tensors)` makes it again."""
@@ -95,13 +101,13 @@ def prepare(w: PackedWeight, decode: DecodeWeight, *, smoothing: Tensor | None =
     if device.type == "cuda":
         from vllm_tilequant.kernels import prefill_triton
 
-        largest, of_block = prefill_triton.largest(decode, rotation, index, smoothing)
+        largest, rotated = prefill_triton.largest(decode, rotation, index, smoothing)
     else:
-        largest, of_block = _largest(w, rotation, index, smoothing)
+        largest, rotated = _largest(w, rotation, index, smoothing)
     scale = largest.clamp_min(SMALLEST) / torch.full((), 127.0, dtype=torch.float32, device=device)
     ones = torch.ones((), dtype=torch.float32, device=device)
     extra = () if smoothing is None else (smoothing, ones / smoothing)
-    block = _block(of_block, w, decode, smoothing)
+    block = _block(rotated, w, decode, smoothing)
     return PrefillWeight(scale[:, None], coarse(ones / scale)[:, None], rotation, index, *block, *extra)
 
 
@@ -113,7 +119,7 @@ def _largest(w: PackedWeight, rotation: Tensor, index: Tensor, smoothing: Tensor
     unit = (w.tile_scale * torch.exp2(w.tile_bits.float() - 8) / 8).T.contiguous()  # [K/64, N/64]
     # float32 said everywhere: vLLM sets the default dtype to the model's while it loads.
     largest = torch.zeros(n, dtype=torch.float32)
-    of_block = torch.zeros(n // TILE, dtype=torch.float32)
+    rotated = torch.zeros(n // TILE, TILE, dtype=torch.float32)
     step = max(TILE, 2**24 // n // TILE * TILE)  # some 64 MiB of float32 at a time
     for k0 in range(0, k, step):
         part = codes[k0 : k0 + step].transpose(0, 1).float() - 128  # [N/64, inputs, 64]
@@ -121,8 +127,8 @@ def _largest(w: PackedWeight, rotation: Tensor, index: Tensor, smoothing: Tensor
         units = unit[k0 // TILE : (k0 + step) // TILE].repeat_interleave(TILE, 0)  # [inputs, N/64]
         units = units if smoothing is None else units * smoothing[k0 : k0 + step, None]
         largest = torch.maximum(largest, (sums.abs() * units.T[..., None]).amax(1).view(-1))
-        of_block = torch.maximum(of_block, (part.abs().amax(2) * (8 * units.T)).amax(1))
-    return largest, of_block
+        rotated = torch.maximum(rotated, (part.abs() * (8 * units.T)[..., None]).amax(1))
+    return largest, rotated.view(-1)
 
 
 #: Inputs of an input tile in the order of the tensor core's operand, and pairs of every four of them that a register holds.
@@ -130,12 +136,13 @@ _ORDER = [32 * h + 8 * i + 2 * c + e for c in range(4) for h in range(2) for i i
 _PAIRS = [_ORDER[four + i] for four in range(0, TILE, 4) for i in (0, 2, 1, 3)]
 
 
-def _block(largest: Tensor, w: PackedWeight, decode: DecodeWeight, smoothing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    of_tile, of_input, unit = block_ratios(largest, w.tile_scale, w.tile_bits, smoothing)
+def _block(largest: Tensor, w: PackedWeight, decode: DecodeWeight, smoothing: Tensor | None) -> tuple[Tensor, ...]:
+    of_tile, of_input, of_output, unit = block_ratios(largest, w.tile_scale, w.tile_bits, smoothing)
     blocks, k_tiles, width = decode.factor.shape
     padded = torch.nn.functional.pad(of_tile.T, (0, blocks * width - of_tile.shape[0]))
     ratio = padded.view(k_tiles, blocks, width).transpose(0, 1)[..., None].expand(-1, -1, -1, 2).contiguous().view(torch.int32)
-    return ratio[..., 0], unit, of_input.view(-1, TILE)[:, _PAIRS].contiguous()
+    stretch = torch.stack((of_output, -1152 * of_output), -1).view(torch.int32)[:, 0]
+    return ratio[..., 0], stretch, unit, of_input.view(-1, TILE)[:, _PAIRS].contiguous()
 
 
 def _rotations(table: Tensor) -> Tensor:
@@ -316,7 +323,7 @@ def prefill_linear(
         y = _output(x, n, out)
         q, scale = prefill_batch.quantize_batch(x, p.unsmoothing)
         to = y if y.data_ptr() % 4 == 0 and y.stride(0) % 2 == 0 else _output(x, n, None)
-        prefill_batch.batch(q, scale, w, (p.ratio, p.unit, p.of_input), bias, to)
+        prefill_batch.batch(q, scale, w, p.of_batches, bias, to)
         return y if to is y else y.copy_(to)
     if how == "short":
         q, scale = portable.quantize_groups(x, rotation)
@@ -353,7 +360,7 @@ class Call:
         self.config, self.activation = prefill_config(w.out_features, w.in_features, w.device), activation
         self.shape, self.device, self.gemm = (w.out_features, w.in_features), w.device, gemm
         self.expand = prefill_cuda.Expansion(dtype, p.unsmoothing, w, p.rotation, p.index, p.inverse, p.smoothing)
-        self.batch = prefill_batch.Batch(dtype, p.unsmoothing, w, (p.ratio, p.unit, p.of_input))
+        self.batch = prefill_batch.Batch(dtype, p.unsmoothing, w, p.of_batches)
 
     def __call__(self, x: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor | None:
         """None where `prefill_linear` has to. x: [M, K] contiguous, of this call's dtype and device; scale: of `p`"""

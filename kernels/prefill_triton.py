@@ -85,19 +85,19 @@ def expand(w: DecodeWeight, rotation: Tensor, index: Tensor, inverse: Tensor, sm
 
 
 def largest(w: DecodeWeight, rotation: Tensor, index: Tensor, smoothing: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What weights of an output, times `smoothing`, reach at most, [N] float32; what codes of any of 64 outputs do, [N/64].
+    """What weights of an output, times `smoothing`, reach at most; what those of a rotated output do. [N] float32 each.
 
     rotation, index: as in `expand`. The same bits as plain torch gives, from one read of the weight.
     """
     n_tiles, k_tiles, device = w.out_features // TILE, w.in_features // TILE, w.device
     parts = -(-k_tiles // _LARGEST_TILES)
     outputs = torch.empty(parts, w.out_features, dtype=torch.float32, device=device)
-    tiles = torch.empty(parts, n_tiles, dtype=torch.float32, device=device)
+    rotated = torch.empty_like(outputs)
     _largest_of[(n_tiles, parts)](
-        w.codes, w.meta, w.factor, rotation, index, outputs if smoothing is None else smoothing, outputs, tiles, k_tiles,
+        w.codes, w.meta, w.factor, rotation, index, outputs if smoothing is None else smoothing, outputs, rotated, k_tiles,
         TILES=_LARGEST_TILES, SMOOTH=smoothing is not None, num_warps=4,
     )  # fmt: skip
-    return outputs.amax(0), tiles.amax(0)
+    return outputs.amax(0), rotated.amax(0)
 
 
 def gemm(q: Tensor, scale: Tensor, codes: Tensor, unit: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -336,7 +336,7 @@ def _expand(
 
 @triton.jit
 def _largest_of(
-    code_ptr, meta_ptr, factor_ptr, rotation_ptr, index_ptr, smoothing_ptr, outputs_ptr, tiles_ptr, k_tiles,
+    code_ptr, meta_ptr, factor_ptr, rotation_ptr, index_ptr, smoothing_ptr, outputs_ptr, rotated_ptr, k_tiles,
     TILES: tl.constexpr, SMOOTH: tl.constexpr,
 ):  # fmt: skip
     nt = tl.program_id(0)
@@ -344,7 +344,7 @@ def _largest_of(
     n = tl.arange(0, 64)
     rotation = _rotation(rotation_ptr, index_ptr, nt)
     of_output = tl.zeros([64], tl.float32)
-    of_input = tl.zeros([64], tl.float32)
+    rotated = tl.zeros([64], tl.float32)
     kt = part * TILES
     while kt < tl.minimum(part * TILES + TILES, k_tiles):
         at = (nt // 8).to(tl.int64) * k_tiles + kt
@@ -352,10 +352,11 @@ def _largest_of(
         sums = tl.abs(tl.dot(codes, rotation, out_dtype=tl.int32)).to(tl.float32)  # [64 k, 64 n'], exact
         unit = _units(factor_ptr, smoothing_ptr, at, nt % 8, kt, SMOOTH)
         of_output = tl.maximum(of_output, tl.max(sums * unit[:, None], 0))
-        of_input = tl.maximum(of_input, tl.max(tl.abs(codes.to(tl.int32)), 1).to(tl.float32) * (8 * unit))
+        rotated = tl.maximum(rotated, tl.max(tl.abs(codes.to(tl.int32)).to(tl.float32) * (8 * unit)[:, None], 0))
         kt += 1
-    tl.store(outputs_ptr + (part * tl.num_programs(0) + nt).to(tl.int64) * 64 + n, of_output)
-    tl.store(tiles_ptr + part * tl.num_programs(0) + nt, tl.max(of_input, 0))
+    at = (part * tl.num_programs(0) + nt).to(tl.int64) * 64 + n
+    tl.store(outputs_ptr + at, of_output)
+    tl.store(rotated_ptr + at, rotated)
 
 
 @triton.jit(do_not_specialize=["m"])

@@ -61,28 +61,31 @@ def requantize_ref(w: PackedWeight, matrices: Tensor, smoothing: Tensor | None =
 
 
 def requantize_block_ref(w: PackedWeight, smoothing: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The weight of batches and short prompts: in the rotated basis, times the smoothing, INT8 with one scale per 64 outputs.
+    """The weight of batches and short prompts: in the rotated basis, times the smoothing, INT8 with one scale per rotated output.
 
-    Returns q [N, K] int8, scale [N/64] float32. `block_ratios` says what codes are multiplied by, in half precision; the
-    products are exact and rounded half to even.
+    Returns q [N, K] int8, scale [N] float32. `block_ratios` says what codes are multiplied by, in half precision: first by what
+    an output takes, which is rounded to half precision, then by what tile and input do, exactly, rounded half to even.
     """
     codes = aligned_codes(w).T.double() - 128
-    unit = expand_tiles(w.tile_scale * torch.exp2(w.tile_bits.float() - 8))[::TILE]  # [N/64, K]
+    unit = expand_tiles(w.tile_scale * torch.exp2(w.tile_bits.float() - 8))
     unit = unit if smoothing is None else unit * smoothing
-    largest = (codes.abs().float().view(-1, TILE, w.in_features).amax(1) * unit).amax(1)
-    of_tile, of_input, scale = block_ratios(largest, w.tile_scale, w.tile_bits, smoothing)
+    largest = (codes.abs().float() * unit).amax(1)
+    of_tile, of_input, of_output, scale = block_ratios(largest, w.tile_scale, w.tile_bits, smoothing)
     by = of_tile.repeat_interleave(TILE, 1) * of_input  # [N/64, K], rounded to half precision
-    return (codes * by.double().repeat_interleave(TILE, 0)).round().to(torch.int8), scale
+    stretched = (codes * of_output.double()[:, None]).half()  # 15 bits before
+    return (stretched.double() * by.double().repeat_interleave(TILE, 0)).round().to(torch.int8), scale
 
 
 def block_ratios(
     largest: Tensor, tile_scale: Tensor, tile_bits: Tensor, smoothing: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What makes one scale of all tiles of 64 outputs, in two factors: [N/64, K/64] and [K] float16; and the scale, [N/64].
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What makes one scale of an output in all tiles, in three factors of codes: [N/64, K/64], [K] and [N] float16; and the
+    scale, [N] float32.
 
-    largest: [N/64] float32, the largest magnitude of 64 outputs times the smoothing, which becomes 127. A tile's factor is its
-    step of 8-bit codes times the largest smoothing of its inputs, over the scale, and at most 4000 (16 times as much must be
-    finite in half precision); an input's is its smoothing over that largest one.
+    largest: [N] float32, the largest magnitude of a rotated output times the smoothing. That of 64 outputs becomes 127: a tile's
+    factor is its step of 8-bit codes times the largest smoothing of its inputs, over 1/127 of it, and at most 4000; an input's
+    is its smoothing over that largest one. An output's is what brings its own largest magnitude to 127 as well, but at most 56
+    and cut to seven bits: then 1152 times it, which the kernel subtracts as it multiplies, is exact in half precision.
     """
     whole, most_ratio = (torch.full((), v, dtype=torch.float32, device=largest.device) for v in (127.0, 4000.0))
     smooth = (
@@ -91,8 +94,13 @@ def block_ratios(
     smooth = smooth.view(-1, TILE)
     most = smooth.amax(1)
     step = tile_scale * torch.exp2(tile_bits.float() - 8) * most
-    scale = torch.maximum(largest / whole, step.amax(1) / most_ratio).clamp_min(SMALLEST)
-    return (step / scale[:, None]).half(), (smooth / most[:, None]).half().view(-1), scale
+    of_output = largest.view(-1, TILE)
+    of_block = of_output.amax(1)
+    scale = torch.maximum(of_block / whole, step.amax(1) / most_ratio).clamp_min(SMALLEST)
+    stretch = (of_block[:, None] / of_output.clamp_min(SMALLEST)).clamp(1, 56)
+    stretch = (stretch.view(torch.int32) & ~0x1FFFF).view(torch.float32)  # 6 bits behind the first
+    unit = (scale[:, None] / stretch).view(-1)
+    return (step / scale[:, None]).half(), (smooth / most[:, None]).half().view(-1), stretch.half().view(-1), unit
 
 
 def coarse(f: Tensor) -> Tensor:
@@ -116,7 +124,7 @@ def prefill_block_ref(
     """Batches and short prompts: rows by `activation_token_ref`, weight by `requantize_block_ref`, rotated back. [M, N]."""
     q, scale = activation_token_ref(x, smoothing)
     codes, unit = requantize_block_ref(w, smoothing)
-    y = q.double() @ codes.double().T * scale.double()[:, None] * unit.double().repeat_interleave(TILE)
+    y = q.double() @ codes.double().T * scale.double()[:, None] * unit.double()
     return _finish(y, matrices, bias)
 
 

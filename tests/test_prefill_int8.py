@@ -288,7 +288,7 @@ def test_scales_of_the_requantised_weight_equal_the_reference(kind):
 def test_a_prefill_weight_survives_as_a_list_of_tensors():
     for smooth in (False, True):
         _, _, p = served(make_case(64, 128), "cpu", smooth)
-        assert len(p.tensors()) == (9 if smooth else 7)
+        assert len(p.tensors()) == (10 if smooth else 8)
         again = prefill_int8.PrefillWeight(*p.tensors())
         assert all(a is b for a, b in zip(p.tensors(), again.tensors(), strict=True))
 

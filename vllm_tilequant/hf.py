@@ -45,7 +45,7 @@ Graded = Literal["rows", "always", "never"]
 FULL_THRESHOLDS = (-1.0, -1.0, -1.0, -1.0)
 
 
-#: `token_block` is what `token_smooth` stands for up to some rows: one scale per 64 outputs instead of one per output.
+#: `token_block` is what `token_smooth` stands for up to some rows: one scale per rotated output instead of one per output.
 STATIC_ACTIVATIONS = tuple(dict.fromkeys((*ACTIVATIONS, *PREFILL_ACTIVATIONS, "token_block")))
 
 
@@ -56,7 +56,7 @@ class Mode:
     profile: a stored profile, `full` or `off` (no grading, whatever `graded` says)
     activation: `none`, `group64` (INT8 per row and 64 inputs), or for products at stored precision the arithmetic of a GPU with
         INT8 per row after the smoothing: of prompts `token_smooth`, weights requantized per output, of batches `token_block`,
-        weights requantized per 64 outputs
+        weights requantized per rotated output
     graded: `never`; `always`, at every position; `rows`, as a server does: graded up to `graded_rows` rows of one call
     """
 
@@ -205,7 +205,7 @@ class TileLinear(nn.Module):
                 weight = codes.float() * unit[:, None]
             else:
                 codes, unit = requantize_block_ref(self.packed, self.smoothing)
-                rotated = codes.float().view(-1, TILE, self.in_features) * unit[:, None, None]
+                rotated = (codes.float() * unit[:, None]).view(-1, TILE, self.in_features)
                 weight = (matrices.float() @ rotated).view(self.out_features, self.in_features)
             self._requantized[activation] = weight
         q, scale = activation_token_ref(x, self.smoothing)
