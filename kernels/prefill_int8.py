@@ -270,7 +270,7 @@ def self_check(device: torch.device, path: str) -> str | None:
 
 
 def way(x: Tensor, config: PrefillConfig, activation: str, path: str, rotated: bool = False) -> str:
-    """How a call computes: `short` (scales of 64 inputs), `batch` (of rows and 64 outputs) or `long` (of rows and outputs).
+    """How a call computes: `short` (scales of 64 inputs), `batch` (of rows and rotated outputs) or `long` (of rows and outputs).
 
     activation: one of `PREFILL_ACTIVATIONS`; `group64` is short at any number of rows.
     """
