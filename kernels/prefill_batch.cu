@@ -237,7 +237,7 @@ __device__ __forceinline__ void requantise(u32 p0, u32 p1, u32 p2, u32 p3, const
 // stores lies in different banks. stretch: of the lane's eight outputs. `room` is called when the codes need room, `read` when all plane words
 // have been read.
 template <bool WIDE, typename Room, typename Read>
-__device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, const u32* stretch, u32 to, Room&& room, Read&& read) {
+__device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, const u32 (&stretch)[2][4], u32 to, Room&& room, Read&& read) {
     constexpr int PLANES = WIDE ? 4 : 2, QUADS = MULTIPLIERS == 2 ? 2 : 4, HALVES = QUADS / 2;  // four inputs each, at a time: what registers allow
 #pragma unroll
     for (int half = 0; half < 2; half += HALVES) {
@@ -257,15 +257,13 @@ __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, 
         if (half + HALVES == 2) read();  // at once: what is read next is what memory's latency hides behind
 #pragma unroll
         for (int byte = 0; byte < 2; ++byte) {
-            const uint4 s = __ldg((const uint4*)(stretch + 4 * byte));
-            const u32 of_output[4] = {s.x, s.y, s.z, s.w};
             u32 code[QUADS][4];  // [..][j]
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
                 u32 p[4] = {};
 #pragma unroll
                 for (int i = 0; i < PLANES; ++i) p[i] = __byte_perm(words[q >> 1][i][2 * (q & 1)], words[q >> 1][i][2 * (q & 1) + 1], byte ? 0x7531 : 0x6420);
-                requantise<WIDE>(p[0], p[1], p[2], p[3], by[q], of_output, code[q]);
+                requantise<WIDE>(p[0], p[1], p[2], p[3], by[q], stretch[byte], code[q]);
             }
             if (half == 0 && byte == 0) room();
 #pragma unroll
@@ -424,6 +422,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
         const int g = lane >> 2, c = lane & 3;
         u32 to = base + CODES_AT + tile * TILE_BYTES + swapped(g) * 64 + (8 * c ^ (swapped(g) >> 1 & 3) << 4);
         asm("" : "+r"(from), "+r"(to));
+        u32 stretch[2][4];  // of the lane's outputs
+        const auto look_up = [&](u32 first_tile) {
+            const u32 nt = min(first_tile + tile % WIDTH, (u32)args.w.n_tiles - 1);  // codes beyond are zeros
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint4 four = __ldg((const uint4*)(args.stretch + nt * 64 + 8 * g + 4 * i));
+                stretch[i][0] = four.x, stretch[i][1] = four.y, stretch[i][2] = four.z, stretch[i][3] = four.w;
+            }
+        };
+        if (!STREAM) look_up(first_range * WIDTH);
         int slot = turn, buffer = turn;
         u32 parity = 0, buffer_parity = 1;  // a buffer's first use waits for nobody
 #pragma unroll 1
@@ -433,8 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             barrier_wait(full + slot * 8, parity);
             const Step& of = ready[s & 2 * PERIOD - 1];
             const uint2 step = *(const uint2*)&of.tile[tile].z;
-            const u32 nt = min((STREAM ? of.place.w : first_range * WIDTH) + tile % WIDTH, (u32)args.w.n_tiles - 1);  // beyond, codes are zeros
-            const u32* stretch = args.stretch + nt * 64 + 8 * g;
+            if (STREAM) look_up(of.place.w);
             const auto room = [&] { barrier_wait(used + buffer * 8, buffer_parity); };
             const auto read = [&] {
                 __syncwarp();
