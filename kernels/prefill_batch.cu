@@ -1,4 +1,4 @@
-// Batches and short prompts: y = x W^T for up to 128 rows, the weight expanded inside, one scale per row and rotated output
+// Batches and short prompts: y = x W^T, for blocks of up to 256 rows, the weight expanded inside, one scale per row and rotated output
 // (`reference.requantize_block_ref`). Compiled by NVRTC for compute capability 9.0.
 //
 // A step is four tiles: WIDTH of outputs (half a block of the decode form, or a quarter) by DEPTH of inputs. A range of outputs is WIDTH
@@ -12,8 +12,8 @@
 // STREAM: a CTA takes as many steps as every other, whatever the shape, and adds its sums of a range to those of others in memory. Who comes
 // last takes them (leaving zeros).
 //
-// Set by the compiler's command line: XTYPE (of y: 0 bf16, 1 fp16), TOKENS (16, 32, 64, 128), WIDTH (4, 2), STREAM (1: steps are cut
-// wherever a range of outputs ends; 0: the CTAs of a cluster have a range).
+// Set by the compiler's command line: XTYPE (of y: 0 bf16, 1 fp16), TOKENS (rows of a block: 16, 32, 64, 128, 256), WIDTH (4, 2; with
+// 256 rows 2), STREAM (1: steps are cut wherever a range of outputs ends; 0: the CTAs of a cluster have a range, and one block of rows).
 
 #include "prefill_ptx.cu"
 #include "prefill_planes.cu"
@@ -37,15 +37,16 @@ struct Args {
     long long y_stride;
     int rows, rows_padded, steps, bias_type;  // rows_padded: a multiple of 128; steps of all CTAs: below 2^32 / CTAs
     int parts;                                // CTAs of a cluster
+    int blocks;                               // of rows: clusters next to each other that have one range
 };
 
 constexpr int TILES = 4, DEPTH = TILES / WIDTH, SUMS = WIDTH * 64 * TOKENS;
 // Groups of four warps. The tensor core's sums take 128 registers of a multiplier, and 24 more are out of its reach.
 constexpr int MULTIPLIERS = WIDTH * TOKENS == 512 ? 2 : 1, EXPANDERS = MULTIPLIERS == 2 ? 2 : 3, GROUPS = MULTIPLIERS + EXPANDERS + 1;
-constexpr int THREADS = 128 * GROUPS, READERS = 3, WORKERS = 4 * (MULTIPLIERS + EXPANDERS);  // the fourth warp of the last group reads rows
+constexpr int THREADS = 128 * GROUPS, READERS = TOKENS == 256 ? 2 : 3, WORKERS = 4 * (MULTIPLIERS + EXPANDERS);  // the fourth warp of the last group reads rows
 // Places of rings: of plane words, of rows, of codes (what is expanded before there are rows).
-constexpr int STAGES = MULTIPLIERS == 2 && !STREAM ? 8 : 6, ROW_STAGES = TOKENS < 128 ? 6 : WIDTH == 2 ? 3 : 4;
-constexpr int BUFFERS = TOKENS == 128 ? WIDTH == 2 ? 4 : 3 : TOKENS == 64 && (WIDTH == 2 || STREAM) ? 4 : 6;
+constexpr int STAGES = TOKENS == 256 ? 4 : MULTIPLIERS == 2 && !STREAM ? 8 : 6, ROW_STAGES = TOKENS < 128 ? 6 : WIDTH == 2 ? 3 : 4;
+constexpr int BUFFERS = TOKENS == 256 ? 3 : TOKENS == 128 ? WIDTH == 2 ? 4 : 3 : TOKENS == 64 && (WIDTH == 2 || STREAM) ? 4 : 6;
 // Nobody may mistake the last but one use of a place for the last: the same warps take every use, or are never so far ahead.
 static_assert(STAGES % EXPANDERS == 0 && BUFFERS >= EXPANDERS && (STAGES % READERS == 0 || STAGES >= READERS + EXPANDERS + BUFFERS));
 // A place of the ring: planes 0 and 1, then 2 and 3, each [DEPTH][two planes][64 inputs][WIDTH], a tile's unit at place tile ^ `twist`.
@@ -79,7 +80,7 @@ __device__ __forceinline__ u32 unit_at(u32 unit, u32 input) {
 
 // Which steps a CTA takes.
 // (A division of 64 bits would be a call, and a kernel with calls waits for every single product of the tensor core.)
-__device__ __forceinline__ u32 first_of(u32 cta, u32 steps) { return cta * steps / gridDim.x; }
+__device__ __forceinline__ u32 first_of(u32 cta, u32 ctas, u32 steps) { return cta * steps / ctas; }
 __device__ __forceinline__ u32 cta_of(u32 step, u32 steps) { return ((step + 1) * gridDim.x - 1) / steps; }
 
 // Where a range of outputs lies: its first tile in its block; number of an input tile among all of the weight's blocks.
@@ -179,7 +180,7 @@ private:
 };
 
 // One thread that reads rows.
-__device__ __forceinline__ void read_rows(const Args& args, u32 at, u32 full, u32 empty, u32 kt, int steps) {
+__device__ __forceinline__ void read_rows(const Args& args, const u8* x, u32 at, u32 full, u32 empty, u32 kt, int steps) {
     wait_for_inputs();
     let_next_start();
     int slot = 0;
@@ -190,7 +191,7 @@ __device__ __forceinline__ void read_rows(const Args& args, u32 at, u32 full, u3
         barrier_arrive_expect(full + slot * 8, X_BYTES);
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
-            copy_bulk(at + slot * X_BYTES + d * TOKENS * 64, args.x + (u64)(kt + d) * args.rows_padded * 64, TOKENS * 64, full + slot * 8);
+            copy_bulk(at + slot * X_BYTES + d * TOKENS * 64, x + (u64)(kt + d) * args.rows_padded * 64, TOKENS * 64, full + slot * 8);
         kt += DEPTH;
         if (kt == args.w.k_tiles) kt = 0;
         if (++slot == ROW_STAGES) slot = 0, parity ^= 1;
@@ -279,14 +280,15 @@ __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) u8 shared[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(FULL, threadIdx.x >> 5, 0), group = warp >> 2;
-    const u32 first = first_of(blockIdx.x, args.steps), k_steps = args.w.k_tiles / DEPTH;
-    const int steps = first_of(blockIdx.x + 1, args.steps) - first;
-    const u32 first_range = first / k_steps;
-    const int parts = args.parts, part = blockIdx.x % parts;
+    // Blocks of rows of a range next to each other: memory is asked once for what they read.
+    const int parts = args.parts, part = blockIdx.x % parts, cluster = blockIdx.x / parts;
+    const u32 cta = cluster / args.blocks * parts + part, ctas = gridDim.x / args.blocks, k_steps = args.w.k_tiles / DEPTH;
+    const u32 first = first_of(cta, ctas, args.steps), first_range = first / k_steps;
+    const int steps = first_of(cta + 1, ctas, args.steps) - first, row0 = cluster % args.blocks * TOKENS;
 
     const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + STAGES * 8;
     const u32 rows_full = empty + STAGES * 8, rows_empty = rows_full + ROW_STAGES * 8, coded = rows_empty + ROW_STAGES * 8, used = coded + BUFFERS * 8;
-    const Share share(args, parts, part);
+    const Share share(row0, min(TOKENS, args.rows - row0), parts, part);
     Known* known = (Known*)(shared + KNOWN_AT);
     float* scales = (float*)(shared + SCALES_AT);
     Step* ready = (Step*)(shared + STEPS_AT);
@@ -314,11 +316,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
         less_registers<32>();
         if (role < READERS)
             reader.run(role);
-        else {
-            if (lane == 0) read_rows(args, base + ROWS_AT, rows_full, rows_empty, first % k_steps * DEPTH, steps);
+        else if (role == 3) {
+            if (lane == 0) read_rows(args, args.x + row0 * 64, base + ROWS_AT, rows_full, rows_empty, first % k_steps * DEPTH, steps);
             __syncwarp();
             if (!STREAM) {
-                for (int row = lane; row < TOKENS; row += 32) scales[row] = row < args.rows ? __ldcg(args.scale + row) : 0.f;
+                for (int row = lane; row < TOKENS; row += 32) scales[row] = row < share.rows ? __ldcg(args.scale + row0 + row) : 0.f;
                 barrier_arrive(used + BUFFERS * 8);
             }
         }
@@ -396,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             wait_for_inputs();  // the launch before last may still use the sums
             int* to = args.sums + (u64)range * SUMS + (warp & 3) * (TOKENS * 16);
             constexpr int PIECES = TOKENS / SENT_ROWS;  // of a tile's sums
-            static_assert(MINE * PIECES <= 4 && 3 * 4 * MULTIPLIERS * SENT <= ROWS_AT);
+            static_assert(!STREAM || (MINE * PIECES <= 4 && 3 * 4 * MULTIPLIERS * SENT <= ROWS_AT));
 #pragma unroll
             for (int j = 0; j < MINE * PIECES; ++j) {
                 const int i = j / PIECES, n = j % PIECES * (SENT_ROWS / 8);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,17 +29,30 @@ from vllm_tilequant.schema import TILE
 
 #: Tiles of outputs that a step may have; with whether steps are cut wherever a range of outputs ends; threads of a CTA.
 _WIDTHS, _KINDS, _THREADS = (4, 2), ((4, False), (2, False), (4, True)), 640
-#: Tiles of outputs of a step, steps, CTAs, and how many of these share a range, a cluster: 0 where steps are cut anywhere.
-Cut = tuple[int, int, int, int]
+#: Rows of a block beyond `TOKENS`, of which a launch may have several, and tiles of outputs of its steps.
+_MANY, _MANY_WIDTH = 256, 2
 #: Room for a number and ranges of outputs that a CTA of the kernel for batches finishes.
 _MOST_RANGES = 64
 #: Most CTAs that share a range of outputs: a cluster.
 _MOST_PARTS = 8
+#: In steps of `_MANY` rows: start and end of a CTA, and what sharing sums in a cluster costs besides.
+_MANY_END, _MANY_SHARED_END = 7, 3
 #: In steps: what sharing sums through memory costs, and in clusters for every tile of outputs of a step; steps of each width.
 _STREAM_END, _SHARED_END, _WIDTH_COSTS = 20, 2, {4: 1.0, 2: 1.04}
 #: Threads of CTAs that quantise the rows of a batch; eights of inputs that a thread has, `MOST_INPUTS` in a cluster at most;
 #: how many of these CTAs there are for short rows: for few of them as many as wait on a GPU beside the kernel for batches.
 _ROWS_THREADS, _ROWS_PIECES, _ROWS_CTAS, _FEW_ROWS = 128, (1, 2), (128, 512), 64
+
+
+class Cut(NamedTuple):
+    """width: tiles of outputs of a step; steps; grid: CTAs; parts: of them that share a range, a cluster, 0 where steps are cut
+    anywhere; blocks: of `_MANY` rows, 0 where a launch takes up to 128 rows"""
+
+    width: int
+    steps: int
+    grid: int
+    parts: int
+    blocks: int = 0
 
 
 class BatchArgs(ctypes.Structure):
@@ -51,8 +65,8 @@ class BatchArgs(ctypes.Structure):
             "ratio", "stretch", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "sums", "arrivals",
         )),
         ("y_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type", "parts")),
-        ("padding", ctypes.c_ubyte * 36),
+        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type", "parts", "blocks")),
+        ("padding", ctypes.c_ubyte * 32),
     ]  # fmt: skip
 
 
@@ -77,6 +91,7 @@ def kernels(dtype: torch.dtype) -> list[tuple[str, Callable[..., Module], tuple[
         return []
     wanted: list[tuple[str, Callable[..., Module], tuple[object, ...]]]
     wanted = [("batch", _batch_module, (dtype, tokens, *kind)) for tokens in TOKENS for kind in _KINDS]
+    wanted += [("batch", _batch_module, (dtype, _MANY, _MANY_WIDTH, False))]
     return wanted + [("batch_rows", _batch_rows_module, (dtype, pieces)) for pieces in _ROWS_PIECES]
 
 
@@ -90,6 +105,8 @@ def batch_bytes(tokens: int, width: int, stream: bool) -> int:
     rows, multipliers = tokens * SHORT_TILES // width, 2 if width * tokens == 512 else 1
     stages, row_stages = 8 if multipliers == 2 and not stream else 6, 6 if tokens < 128 else 3 if width == 2 else 4
     buffers = (4 if width == 2 else 3) if tokens == 128 else 4 if tokens == 64 and (width == 2 or stream) else 6
+    if tokens == _MANY:
+        stages, buffers = 4, 3
     rings = stages * BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + row_stages * rows * 64
     sent = 4 * multipliers * 64 * min(tokens, 64) if stream else 0
     kept = stages * SHORT_TILES // width * 128 + 64 * (SHORT_TILES + 1) * 16 + width * 592
@@ -120,7 +137,7 @@ def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tenso
     aligned = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
     x = x if aligned else x.clone(memory_format=torch.contiguous_format)
     m, k = x.shape
-    padded = -(-m // TOKENS[-1]) * TOKENS[-1]
+    padded = _padded(m)
     q, scale = empty_rows(k // TILE * padded, TILE, torch.int8, x.device), empty_rows(m, 1, torch.float32, x.device)
     args = BatchRows(x.data_ptr(), pointer(unsmoothing), q.data_ptr(), scale.data_ptr(), x.stride(0), k, padded)
     _launch_rows(args, m, x.device, x.dtype)
@@ -131,14 +148,13 @@ def batch(
     q: Tensor, scale: Tensor, w: DecodeWeight, block: tuple[Tensor, ...], bias: Tensor | None, out: Tensor
 ) -> None:
     """y of rows by `quantize_batch`. block: `PrefillWeight.of_batches`; out: [M, N], aligned to pairs"""
-    weight, cut = weight_args(w), _cut(w, out.dtype)
-    width, steps, *_ = cut
+    weight, cut = weight_args(w), _cut(w, out.dtype, out.shape[0])
     sums, arrivals = batch_sums(w.device, w.out_features)
-    planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, width))
+    planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, cut.width))
     args = BatchArgs(
         planes, weight, *(t.data_ptr() for t in block), q.data_ptr(), scale.data_ptr(), w.transform.data_ptr(),
         w.table.data_ptr(), pointer(bias), out.data_ptr(), sums.data_ptr(), arrivals.data_ptr(), out.stride(0), 0,
-        q.shape[0] // weight.k_tiles, steps, 0 if bias is None else DTYPES.index(bias.dtype),
+        q.shape[0] // weight.k_tiles, cut.steps, 0 if bias is None else DTYPES.index(bias.dtype),
     )  # fmt: skip
     _launch(args, out.shape[0], cut, w.device, out.dtype)
 
@@ -151,18 +167,19 @@ class Batch:
         self, dtype: torch.dtype, unsmoothing: Tensor | None, w: DecodeWeight, block: tuple[Tensor, ...]
     ) -> None:
         self.device, self.dtype, self.n, self.k = w.device, dtype, w.out_features, w.in_features
-        self.cut = width, steps, *_ = _cut(w, dtype)
-        planes = (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, width))
+        self.cut, many = _cut(w, dtype, 1), _cut(w, dtype, _MANY)
+        self.planes = {c.width: (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, c.width)) for c in (self.cut, many)}
         self.args = BatchArgs(
-            planes, weight_args(w), *(t.data_ptr() for t in block), transform=w.transform.data_ptr(), table=w.table.data_ptr(),
-            y_stride=self.n, steps=steps,
+            w=weight_args(w), **dict(zip(("ratio", "stretch", "unit", "smoothing"), (t.data_ptr() for t in block), strict=True)),
+            transform=w.transform.data_ptr(), table=w.table.data_ptr(), y_stride=self.n,
         )  # fmt: skip
+        self.tiles = w.out_features // TILE, w.in_features // TILE
         self.rows = BatchRows(unsmoothing=pointer(unsmoothing), stride=self.k, k=self.k)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [M, K] contiguous, on a border of `ALIGNMENT`"""
         m = x.shape[0]
-        padded = -(-m // TOKENS[-1]) * TOKENS[-1]
+        padded, cut = _padded(m), self.cut if m <= TOKENS[-1] else _cut_of(self.device, self.dtype, *self.tiles, m)
         q = empty_rows(self.k // TILE * padded, TILE, torch.int8, self.device)
         scale, y = empty_rows(m, 1, torch.float32, self.device), empty_rows(m, self.n, self.dtype, self.device)
         sums, arrivals = batch_sums(self.device, self.n)
@@ -170,23 +187,36 @@ class Batch:
         rows.x, rows.q, rows.scale, rows.rows_padded = x.data_ptr(), q.data_ptr(), scale.data_ptr(), padded
         args.x, args.scale, args.y, args.rows_padded = q.data_ptr(), scale.data_ptr(), y.data_ptr(), padded
         args.sums, args.arrivals = sums.data_ptr(), arrivals.data_ptr()
+        args.planes, args.steps = self.planes[cut.width], cut.steps
         if bias is not None:
             args.bias, args.bias_type = bias.data_ptr(), DTYPES.index(bias.dtype)
         _launch_rows(rows, m, self.device, self.dtype)
-        _launch(args, m, self.cut, self.device, self.dtype)
+        _launch(args, m, cut, self.device, self.dtype)
         return y
 
 
-def _cut(w: DecodeWeight, dtype: torch.dtype) -> Cut:
-    most, n_tiles, k_tiles = multiprocessors(w.device).count, w.out_features // TILE, w.in_features // TILE
-    width, parts = _shared(w.device, dtype, n_tiles, k_tiles, most)
+def _padded(m: int) -> int:
+    """Rows that their quantiser lays out for m: whole blocks."""
+    block = TOKENS[-1] if m <= TOKENS[-1] else _MANY
+    return -(-m // block) * block
+
+
+def _cut(w: DecodeWeight, dtype: torch.dtype, rows: int) -> Cut:
+    return _cut_of(w.device, dtype, w.out_features // TILE, w.in_features // TILE, rows)
+
+
+def _cut_of(device: torch.device, dtype: torch.dtype, n_tiles: int, k_tiles: int, rows: int) -> Cut:
+    most = multiprocessors(device).count
+    if rows > TOKENS[-1] and k_tiles * _MANY_WIDTH % SHORT_TILES == 0:
+        return _many(device, dtype, n_tiles, k_tiles, most, -(-rows // _MANY))
+    width, parts = _shared(device, dtype, n_tiles, k_tiles, most)
     ranges = -(-n_tiles // width)
     steps = ranges * k_tiles * width // SHORT_TILES
     if parts:
-        return width, steps, ranges * parts, parts
+        return Cut(width, steps, ranges * parts, parts)
     # More than run at once only where there would be no room for the ranges that one finishes: those that it has whole, and
     # parts of two.
-    return width, steps, max(min(most, steps), -(-ranges // (_MOST_RANGES - 3))), 0
+    return Cut(width, steps, max(min(most, steps), -(-ranges // (_MOST_RANGES - 3))), 0)
 
 
 @functools.cache
@@ -199,16 +229,30 @@ def _shared(device: torch.device, dtype: torch.dtype, n_tiles: int, k_tiles: int
         if k_tiles * width % SHORT_TILES:
             continue
         for parts in range(1, min(_MOST_PARTS, steps, most // ranges) + 1):
-            if clusters_at_once(device, dtype, width, parts) >= ranges:
+            if clusters_at_once(device, dtype, TOKENS[-1], width, parts) >= ranges:
                 end = _SHARED_END * width if parts > 1 else 0
                 found.append((-(-steps // parts) * _WIDTH_COSTS[width] + end, width, parts))
     return min(found)[1:]
 
 
-def clusters_at_once(device: torch.device, dtype: torch.dtype, width: int, parts: int) -> int:
+@functools.cache
+def _many(device: torch.device, dtype: torch.dtype, n_tiles: int, k_tiles: int, most: int, blocks: int) -> Cut:
+    """The cut of so many blocks of `_MANY` rows, by the same rule for clusters that follow each other."""
+    ranges, steps = -(-n_tiles // _MANY_WIDTH), k_tiles * _MANY_WIDTH // SHORT_TILES
+    found = []
+    for parts in range(1, min(_MOST_PARTS, steps) + 1):
+        at_once = clusters_at_once(device, dtype, _MANY, _MANY_WIDTH, parts)
+        if at_once:
+            end = _MANY_END + (_MANY_SHARED_END if parts > 1 else 0)
+            found.append((-(-ranges * blocks // at_once) * (-(-steps // parts) + end), parts))
+    parts = min(found)[1]
+    return Cut(_MANY_WIDTH, ranges * steps, ranges * blocks * parts, parts, blocks)
+
+
+def clusters_at_once(device: torch.device, dtype: torch.dtype, tokens: int, width: int, parts: int) -> int:
     """Of so many CTAs, each of which fills a multiprocessor."""
-    kernel = _batch_module(device, dtype, TOKENS[-1], width, False).kernel("batch")
-    return kernel.clusters_at_once(threads=_THREADS, cluster=parts, shared_bytes=batch_bytes(TOKENS[-1], width, False))
+    kernel = _batch_module(device, dtype, tokens, width, False).kernel("batch")
+    return kernel.clusters_at_once(threads=_THREADS, cluster=parts, shared_bytes=batch_bytes(tokens, width, False))
 
 
 def _launch_rows(args: BatchRows, m: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -226,16 +270,15 @@ def _launch_rows(args: BatchRows, m: int, device: torch.device, dtype: torch.dty
 
 def _launch(args: BatchArgs, rows: int, cut: Cut, device: torch.device, dtype: torch.dtype) -> None:
     """Of all rows; moves `args` on where there are more than one launch takes."""
-    width, _, grid, parts = cut
-    args.parts = max(1, parts)
+    args.parts, args.blocks = max(1, cut.parts), max(1, cut.blocks)
     while rows > 0:
-        args.rows = min(rows, TOKENS[-1])
-        tokens = batch_tokens(args.rows)
-        _batch_module(device, dtype, tokens, width, parts == 0).kernel("batch").launch(
-            args, grid=grid, threads=_THREADS, cluster=args.parts, shared_bytes=batch_bytes(tokens, width, parts == 0),
+        args.rows = rows if cut.blocks else min(rows, TOKENS[-1])
+        tokens, stream = _MANY if cut.blocks else batch_tokens(args.rows), cut.parts == 0
+        _batch_module(device, dtype, tokens, cut.width, stream).kernel("batch").launch(
+            args, grid=cut.grid, threads=_THREADS, cluster=args.parts, shared_bytes=batch_bytes(tokens, cut.width, stream),
             stream=current_stream(device), overlap=True,
         )  # fmt: skip
-        rows -= TOKENS[-1]
+        rows -= args.rows
         args.x += TOKENS[-1] * TILE
         args.scale += TOKENS[-1] * 4
         args.y += TOKENS[-1] * args.y_stride * 2

@@ -28,11 +28,11 @@ __device__ __forceinline__ void find_known(const Args& args, Known* known, int r
     }
 }
 
-// Pieces of a range, of eight rows and a tile each, tile by tile: those that a CTA finishes.
+// Pieces of a range and block of rows (`rows` from `row0` on), of eight rows and a tile each, tile by tile: those that a CTA finishes.
 struct Share {
-    int begin, end;
-    __device__ __forceinline__ Share(const Args& args, int parts, int part) {
-        const int pieces = (args.rows + 7) / 8 * WIDTH;
+    int row0, rows, begin, end;
+    __device__ __forceinline__ Share(int row0, int rows, int parts, int part) : row0(row0), rows(rows) {
+        const int pieces = (rows + 7) / 8 * WIDTH;
         begin = part * pieces / parts, end = (part + 1) * pieces / parts;
     }
 };
@@ -97,7 +97,7 @@ __device__ __forceinline__ void finish_range(const Args& args, int* sums, u32 he
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
             const int row = 8 * eight + 2 * c + side;
-            scale[side] = HERE ? scales[row] : row < args.rows ? __ldcg(args.scale + row) : 0.f;
+            scale[side] = HERE ? scales[row] : row < share.rows ? __ldcg(args.scale + row) : 0.f;
         }
     };
     int piece = share.begin + warp;
@@ -141,10 +141,10 @@ __device__ __forceinline__ void finish_range(const Args& args, int* sums, u32 he
             for (int i = 0; i < 8; ++i) *(float2*)(turned + i * BLOCK) = u[i];
             __syncwarp();
         }
-        u16* const y = (u16*)args.y + row * args.y_stride + nt * 64 + 2 * lane;
+        u16* const y = (u16*)args.y + (share.row0 + row) * args.y_stride + nt * 64 + 2 * lane;
 #pragma unroll
         for (int r = 0; r < 8; ++r) {
-            if (row + r >= args.rows) break;
+            if (row + r >= share.rows) break;
             const u32 a = to_half(fmaf(low[r * ROW], low_factor, bias.x), XTYPE), b = to_half(fmaf(high[r * ROW], high_factor, bias.y), XTYPE);
             *(u32*)(y + r * args.y_stride) = a | b << 16;
         }

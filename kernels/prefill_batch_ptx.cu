@@ -95,6 +95,7 @@ __device__ __forceinline__ u64 operand(u32 at) { return (u64)(at >> 4 & 0x3fff) 
 // d[4 n + 2 h + side] is output 16 w + 8 h + g of row 8 n + 2 c + side.
 #define R4(d, i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
 #define R16(d, i) R4(d, i), R4(d, i + 4), R4(d, i + 8), R4(d, i + 12)
+#define R64(d, i) R16(d, i), R16(d, i + 16), R16(d, i + 32), R16(d, i + 48)
 #define P8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define P16 P8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define P32 P16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -108,9 +109,10 @@ __device__ __forceinline__ void multiply(int (&d)[TOKENS / 2], u64 a, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 {" P16 "}, %16, %17, 1;" : R16(d, 0) : "l"(a), "l"(b));
 #elif TOKENS == 64
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" P32 "}, %32, %33, 1;" : R16(d, 0), R16(d, 16) : "l"(a), "l"(b));
-#else
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" P64 "}, %64, %65, 1;"
-                 : R16(d, 0), R16(d, 16), R16(d, 32), R16(d, 48)
-                 : "l"(a), "l"(b));
+#else  // two of 128 rows for 256: an instruction of so many sums needs more registers than all warps are compiled for
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" P64 "}, %64, %65, 1;" : R64(d, 0) : "l"(a), "l"(b));
+#if TOKENS == 256
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" P64 "}, %64, %65, 1;" : R64(d, 64) : "l"(a), "l"(b + 128 * 64 / 16));
+#endif
 #endif
 }
