@@ -24,7 +24,7 @@ from vllm_tilequant import ops
 from vllm_tilequant.kernels import tuning
 from vllm_tilequant.kernels.tuning import PrefillConfig
 
-ROWS = (9, 16, 32, 48, 64, 96, 128, 192, 256)
+ROWS = (9, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 HOW = {"replays": 8, "warmup": 2, "at_least": 10}
 

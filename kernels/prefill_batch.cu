@@ -37,7 +37,8 @@ struct Args {
     long long y_stride;
     int rows, rows_padded, steps, bias_type;  // rows_padded: a multiple of 128; steps of all CTAs: below 2^32 / CTAs
     int parts;                                // CTAs of a cluster
-    int blocks;                               // of rows: clusters next to each other that have one range
+    int blocks;                               // of rows: clusters next to each other that have the same ranges
+    int whole;                                // of blocks of 256 rows, clusters whose CTAs have a range each: the first
 };
 
 constexpr int TILES = 4, DEPTH = TILES / WIDTH, SUMS = WIDTH * 64 * TOKENS;
@@ -281,10 +282,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
     extern __shared__ __align__(1024) u8 shared[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(FULL, threadIdx.x >> 5, 0), group = warp >> 2;
     // Blocks of rows of a range next to each other: memory is asked once for what they read.
-    const int parts = args.parts, part = blockIdx.x % parts, cluster = blockIdx.x / parts;
-    const u32 cta = cluster / args.blocks * parts + part, ctas = gridDim.x / args.blocks, k_steps = args.w.k_tiles / DEPTH;
-    const u32 first = first_of(cta, ctas, args.steps), first_range = first / k_steps;
-    const int steps = first_of(cta + 1, ctas, args.steps) - first, row0 = cluster % args.blocks * TOKENS;
+    const int size = args.parts, cluster = blockIdx.x / size, rank = blockIdx.x % size, row0 = cluster % args.blocks * TOKENS;
+    const int whole = TOKENS == 256 ? args.whole : 0, parts = cluster < whole ? 1 : size, part = rank % parts;
+    const u32 k_steps = args.w.k_tiles / DEPTH, ranges_before = cluster < whole ? cluster / args.blocks * size + rank : whole / args.blocks * size + (cluster - whole) / args.blocks;
+    const u32 first = STREAM ? first_of(blockIdx.x, gridDim.x, args.steps) : ranges_before * k_steps + first_of(part, parts, k_steps);
+    const u32 first_range = first / k_steps;
+    const int steps = (STREAM ? first_of(blockIdx.x + 1, gridDim.x, args.steps) : ranges_before * k_steps + first_of(part + 1, parts, k_steps)) - first;
 
     const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + STAGES * 8;
     const u32 rows_full = empty + STAGES * 8, rows_empty = rows_full + ROW_STAGES * 8, coded = rows_empty + ROW_STAGES * 8, used = coded + BUFFERS * 8;

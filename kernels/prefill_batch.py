@@ -46,13 +46,19 @@ _ROWS_THREADS, _ROWS_PIECES, _ROWS_CTAS, _FEW_ROWS = 128, (1, 2), (128, 512), 64
 
 class Cut(NamedTuple):
     """width: tiles of outputs of a step; steps; grid: CTAs; parts: of them that share a range, a cluster, 0 where steps are cut
-    anywhere; blocks: of `_MANY` rows, 0 where a launch takes up to 128 rows"""
+    anywhere; blocks: of `_MANY` rows, 0 where a launch takes up to 128 rows; whole: of their clusters those (the first) whose CTAs
+    have a range each"""
 
     width: int
     steps: int
     grid: int
     parts: int
     blocks: int = 0
+    whole: int = 0
+
+
+#: What `PrefillWeight.of_batches` is called in `struct Args`.
+_BLOCK = ("ratio", "stretch", "unit", "smoothing")
 
 
 class BatchArgs(ctypes.Structure):
@@ -62,11 +68,11 @@ class BatchArgs(ctypes.Structure):
         ("planes", ctypes.c_ubyte * 128),
         ("w", WeightArgs),
         *((name, ctypes.c_void_p) for name in (
-            "ratio", "stretch", "unit", "smoothing", "x", "scale", "transform", "table", "bias", "y", "sums", "arrivals",
+            *_BLOCK, "x", "scale", "transform", "table", "bias", "y", "sums", "arrivals",
         )),
         ("y_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type", "parts", "blocks")),
-        ("padding", ctypes.c_ubyte * 32),
+        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type", "parts", "blocks", "whole")),
+        ("padding", ctypes.c_ubyte * 28),
     ]  # fmt: skip
 
 
@@ -144,9 +150,7 @@ def quantize_batch(x: Tensor, unsmoothing: Tensor | None) -> tuple[Tensor, Tenso
     return q, scale
 
 
-def batch(
-    q: Tensor, scale: Tensor, w: DecodeWeight, block: tuple[Tensor, ...], bias: Tensor | None, out: Tensor
-) -> None:
+def batch(q: Tensor, scale: Tensor, w: DecodeWeight, block: tuple[Tensor, ...], bias: Tensor | None, out: Tensor) -> None:
     """y of rows by `quantize_batch`. block: `PrefillWeight.of_batches`; out: [M, N], aligned to pairs"""
     weight, cut = weight_args(w), _cut(w, out.dtype, out.shape[0])
     sums, arrivals = batch_sums(w.device, w.out_features)
@@ -163,14 +167,12 @@ class Batch:
     """`quantize_batch` and `batch` for one weight where it lies: all but rows, outputs and what launches share is looked up
     once. Holds no tensor."""
 
-    def __init__(
-        self, dtype: torch.dtype, unsmoothing: Tensor | None, w: DecodeWeight, block: tuple[Tensor, ...]
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, unsmoothing: Tensor | None, w: DecodeWeight, block: tuple[Tensor, ...]) -> None:
         self.device, self.dtype, self.n, self.k = w.device, dtype, w.out_features, w.in_features
         self.cut, many = _cut(w, dtype, 1), _cut(w, dtype, _MANY)
         self.planes = {c.width: (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, c.width)) for c in (self.cut, many)}
         self.args = BatchArgs(
-            w=weight_args(w), **dict(zip(("ratio", "stretch", "unit", "smoothing"), (t.data_ptr() for t in block), strict=True)),
+            w=weight_args(w), **{name: t.data_ptr() for name, t in zip(_BLOCK, block, strict=True)},
             transform=w.transform.data_ptr(), table=w.table.data_ptr(), y_stride=self.n,
         )  # fmt: skip
         self.tiles = w.out_features // TILE, w.in_features // TILE
@@ -237,16 +239,20 @@ def _shared(device: torch.device, dtype: torch.dtype, n_tiles: int, k_tiles: int
 
 @functools.cache
 def _many(device: torch.device, dtype: torch.dtype, n_tiles: int, k_tiles: int, most: int, blocks: int) -> Cut:
-    """The cut of so many blocks of `_MANY` rows, by the same rule for clusters that follow each other."""
+    """The cut of so many blocks of `_MANY` rows, by the same rule for clusters that follow each other. Where they do so several
+    times, the last alone share ranges, so that all multiprocessors are through at about the same time."""
     ranges, steps = -(-n_tiles // _MANY_WIDTH), k_tiles * _MANY_WIDTH // SHORT_TILES
     found = []
     for parts in range(1, min(_MOST_PARTS, steps) + 1):
         at_once = clusters_at_once(device, dtype, _MANY, _MANY_WIDTH, parts)
-        if at_once:
-            end = _MANY_END + (_MANY_SHARED_END if parts > 1 else 0)
-            found.append((-(-ranges * blocks // at_once) * (-(-steps // parts) + end), parts))
-    parts = min(found)[1]
-    return Cut(_MANY_WIDTH, ranges * steps, ranges * blocks * parts, parts, blocks)
+        end = _MANY_END + (_MANY_SHARED_END if parts > 1 else 0)
+        for turns in range(ranges * blocks // (at_once * parts) + 1 if at_once else 0):  # of clusters that share nothing
+            whole = 0 if parts == 1 else turns * at_once // blocks * blocks
+            left = ranges * blocks - whole * parts
+            cost = turns * (steps + _MANY_END) * (whole > 0) + -(-left // at_once) * (-(-steps // parts) + end)
+            found.append((cost, parts, whole))
+    _, parts, whole = min(found)
+    return Cut(_MANY_WIDTH, ranges * steps, parts * (whole + ranges * blocks - whole * parts), parts, blocks, whole)
 
 
 def clusters_at_once(device: torch.device, dtype: torch.dtype, tokens: int, width: int, parts: int) -> int:
@@ -270,7 +276,7 @@ def _launch_rows(args: BatchRows, m: int, device: torch.device, dtype: torch.dty
 
 def _launch(args: BatchArgs, rows: int, cut: Cut, device: torch.device, dtype: torch.dtype) -> None:
     """Of all rows; moves `args` on where there are more than one launch takes."""
-    args.parts, args.blocks = max(1, cut.parts), max(1, cut.blocks)
+    args.parts, args.blocks, args.whole = max(1, cut.parts), max(1, cut.blocks), cut.whole
     while rows > 0:
         args.rows = rows if cut.blocks else min(rows, TOKENS[-1])
         tokens, stream = _MANY if cut.blocks else batch_tokens(args.rows), cut.parts == 0

@@ -59,7 +59,7 @@ class PrefillWeight:
     scale, inverse: [N, 1] float32 of the requantised weight, and one over it (`reference.coarse`)
     rotation: [transforms + 1, 64, 64] int8, 8U by rows, the identity last; index: [N/64] uint8, its row per output tile
     ratio, stretch, unit, of_input: `reference.block_ratios` as the kernel for batches reads them: [blocks, K/64, 8] int32, a
-        tile's half twice; [N] int32, an output's half and -1152 times it; [N] float32; [K/64, 64] float16 in its order of inputs
+        tile's half twice; [N] int32, an output's half and -1152 times it; [N] float32; [K/64, 64] float16 in its order
     smoothing, unsmoothing: [K] float32 and one over it: what inputs are divided by; None for ones
     """
 
@@ -246,7 +246,6 @@ def self_check(device: torch.device, path: str) -> str | None:
         matrices = transforms[packed.output_transform.long()]
         w, config = decode_weight.prepare(packed, transforms), PrefillConfig(2, 128)
         wanted = [linear_ref(x, packed, matrices, int8=True) for x in drawn]
-        in_batch = [prefill_block_ref(x.bfloat16(), packed, matrices) for x in drawn]
         codes, _ = requantize_ref(packed, matrices)
     w = w.to(device)
     p = prepare(to_device(packed, device), w)
@@ -254,10 +253,8 @@ def self_check(device: torch.device, path: str) -> str | None:
         got = prefill_linear(x.to(device), w, p, path=path, config=config).cpu().double()
         if not float((got - y).norm() / y.norm()) < 2.0**-19:
             return f"the short kernel gives wrong results at {x.shape[0]} rows"
-    for x, y in zip(drawn, in_batch, strict=True) if path == "cuda" else ():
-        got = prefill_linear(x.bfloat16().to(device), w, p, path=path, config=PrefillConfig(2, 0, 128)).cpu().double()
-        if not float((got - y).norm() / y.norm()) < 2.0**-8:
-            return f"the kernel for batches gives wrong results at {x.shape[0]} rows"
+    if path == "cuda" and (fault := _batch_fault(device)):
+        return fault
     out = torch.empty(codes.shape, dtype=torch.int8, device=device)
     rows = drawn[-1].bfloat16()
     q, unit = quantize_and_expand(rows.to(device), w, p, None, out, path)
@@ -269,8 +266,26 @@ def self_check(device: torch.device, path: str) -> str | None:
     return None
 
 
+def _batch_fault(device: torch.device) -> str | None:
+    """As `self_check`, of the kernel for batches, whose blocks of many rows take two input tiles at a time."""
+    for k_tiles, counts in ((3, (9, 17, 33, 65)), (4, (129, 300))):
+        with torch.device("cpu"):
+            packed, transforms = checked_weight(k_tiles)
+            g = torch.Generator().manual_seed(1)
+            drawn = [torch.randn(m, packed.in_features, dtype=torch.float32, generator=g).bfloat16() for m in counts]
+            wanted = [prefill_block_ref(x, packed, transforms[packed.output_transform.long()]) for x in drawn]
+            w = decode_weight.prepare(packed, transforms)
+        w = w.to(device)
+        p = prepare(to_device(packed, device), w)
+        for x, y in zip(drawn, wanted, strict=True):
+            got = prefill_linear(x.to(device), w, p, path="cuda", config=PrefillConfig(2, 0, 10**6)).cpu().double()
+            if not float((got - y).norm() / y.norm()) < 2.0**-8:
+                return f"the kernel for batches gives wrong results at {x.shape[0]} rows"
+    return None
+
+
 def way(x: Tensor, config: PrefillConfig, activation: str, path: str, rotated: bool = False) -> str:
-    """How a call computes: `short` (scales of 64 inputs), `batch` (of rows and rotated outputs) or `long` (of rows and outputs).
+    """How a call computes: `short` (scales of 64 inputs), `batch` (of rows, rotated outputs) or `long` (of rows, outputs).
 
     activation: one of `PREFILL_ACTIVATIONS`; `group64` is short at any number of rows.
     """
@@ -279,7 +294,7 @@ def way(x: Tensor, config: PrefillConfig, activation: str, path: str, rotated: b
     rows, batch = x.shape[0], path == "cuda" and not rotated and prefill_batch.takes_batch(x)
     if activation == "group64" or rows <= config.short_rows:
         return "short"
-    if rows > config.batch_rows:
+    if rows > (config.batch_rows if batch else min(config.batch_rows, prefill_cuda.TOKENS[-1])):
         return "long"
     return "batch" if batch else "short"
 

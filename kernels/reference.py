@@ -61,7 +61,7 @@ def requantize_ref(w: PackedWeight, matrices: Tensor, smoothing: Tensor | None =
 
 
 def requantize_block_ref(w: PackedWeight, smoothing: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The weight of batches and short prompts: in the rotated basis, times the smoothing, INT8 with one scale per rotated output.
+    """The weight of batches and short prompts: rotated, times the smoothing, INT8 with one scale per rotated output.
 
     Returns q [N, K] int8, scale [N] float32. `block_ratios` says what codes are multiplied by, in half precision: first by what
     an output takes, which is rounded to half precision, then by what tile and input do, exactly, rounded half to even.
@@ -82,7 +82,7 @@ def block_ratios(
     """What makes one scale of an output in all tiles, in three factors of codes: [N/64, K/64], [K] and [N] float16; and the
     scale, [N] float32.
 
-    largest: [N] float32, the largest magnitude of a rotated output times the smoothing. That of 64 outputs becomes 127: a tile's
+    largest: [N] float32, the largest size of a rotated output times the smoothing. That of 64 outputs becomes 127: a tile's
     factor is its step of 8-bit codes times the largest smoothing of its inputs, over 1/127 of it, and at most 4000; an input's
     is its smoothing over that largest one. An output's is what brings its own largest magnitude to 127 as well, but at most 56
     and cut to seven bits: then 1152 times it, which the kernel subtracts as it multiplies, is exact in half precision.

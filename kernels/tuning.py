@@ -107,8 +107,8 @@ class PrefillConfig:
 
     splits: CTAs of a cluster that share the input tiles in the short kernel, up to 16
     short_rows: rows up to which the short kernel is used
-    batch_rows: above those, rows up to which the kernel for batches is used (the short one where it does not serve); beyond,
-        the expansion and one whole product
+    batch_rows: above those, rows up to which the kernel for batches is used (where it does not serve, the short one up to 128);
+        beyond, the expansion and one whole product
     """
 
     splits: int = 1
@@ -160,7 +160,7 @@ def tuned_prefill(gpu: str) -> dict[tuple[int, int], PrefillConfig]:
 def default_prefill_config(n: int, k: int, multiprocessors: int) -> PrefillConfig:
     """The documented default: of 1 to 8 splits (the portable cluster), with two input tiles to a CTA at least, the fewest that
     keep four fifths of the places for CTAs of 256 outputs busy, two to a multiprocessor; else those that keep most busy.
-    The short kernel up to 16 rows, the one for batches up to 128."""
+    The short kernel up to 16 rows, the one for batches up to 256."""
     blocks = -(-n // 256)
 
     def busy(splits: int) -> float:
@@ -169,7 +169,7 @@ def default_prefill_config(n: int, k: int, multiprocessors: int) -> PrefillConfi
 
     legal = [s for s in range(1, 9) if s == 1 or k // 64 >= 2 * s]
     splits = next((s for s in legal if busy(s) >= 0.8), max(legal, key=busy))
-    return PrefillConfig(splits, 16, 128)
+    return PrefillConfig(splits, 16, 256)
 
 
 @functools.cache

@@ -74,11 +74,15 @@ def gpu(monkeypatch):
 
     def of(most):
         monkeypatch.setattr(prefill_batch, "multiprocessors", lambda device: SimpleNamespace(count=most))
-        monkeypatch.setattr(prefill_batch, "clusters_at_once", lambda device, dtype, width, parts: most // parts)
+        monkeypatch.setattr(prefill_batch, "clusters_at_once", lambda device, dtype, tokens, width, parts: most // parts)
+        forget()
+
+    def forget():
         prefill_batch._shared.cache_clear()
+        prefill_batch._many.cache_clear()
 
     yield of
-    prefill_batch._shared.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize("most", [1, 16, 132])
@@ -87,7 +91,7 @@ def gpu(monkeypatch):
 def test_there_is_room_for_what_ctas_finish(gpu, most, n, k):
     """Also for a whole vocabulary on a slice of a GPU."""
     gpu(most)
-    width, steps, ctas, parts = prefill_batch._cut(SimpleNamespace(device=None, out_features=n, in_features=k), torch.float16)
+    width, steps, ctas, parts, *_ = prefill_batch._cut_of(None, torch.float16, n // 64, k // 64, 128)
     k_steps, ranges = k // 64 * width // 4, -(-n // (64 * width))
     assert k // 64 * width % 4 == 0 and steps == ranges * k_steps and 1 <= ctas <= steps
     if parts:
@@ -100,15 +104,59 @@ def test_there_is_room_for_what_ctas_finish(gpu, most, n, k):
     assert ctas <= most or ranges > (prefill_batch._MOST_RANGES - 3) * most
 
 
+#: CTAs of a cluster -> how many run on an H200 whose CTAs take a multiprocessor each.
+AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
+
+
 @pytest.mark.parametrize(
     ("n", "k", "wanted"), [(28672, 4096, (4, 1)), (4096, 4096, (2, 3)), (6144, 4096, (2, 2)), (35840, 5120, (4, 0))]
 )
 def test_clusters_are_taken_that_run_at_once(gpu, monkeypatch, n, k, wanted):
     """On an H200 30 clusters of 4 CTAs fit beside each other, not 33."""
     gpu(132)
-    at_once = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
-    monkeypatch.setattr(prefill_batch, "clusters_at_once", lambda device, dtype, width, parts: at_once[parts])
+    monkeypatch.setattr(prefill_batch, "clusters_at_once", lambda device, dtype, tokens, width, parts: AT_ONCE[parts])
     assert prefill_batch._shared(None, torch.bfloat16, n // 64, k // 64, 132) == wanted
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "wanted"),
+    [
+        (28672, 4096, {256: (1, 0), 512: (2, 198)}),
+        (4096, 14336, {256: (3, 0), 512: (2, 0), 1024: (1, 0)}),
+        (6144, 4096, {256: (2, 0), 512: (1, 0)}),
+        (4096, 4096, {256: (3, 0), 512: (2, 0), 1024: (1, 0)}),
+    ],
+)
+def test_blocks_of_rows_are_cut_as_was_fastest(gpu, monkeypatch, n, k, wanted):
+    """CTAs of a cluster, and clusters whose CTAs share nothing."""
+    gpu(132)
+    monkeypatch.setattr(prefill_batch, "clusters_at_once", lambda device, dtype, tokens, width, parts: AT_ONCE[parts])
+    for rows, of in wanted.items():
+        cut = prefill_batch._cut_of(None, torch.bfloat16, n // 64, k // 64, rows)
+        assert (cut.parts, cut.whole, cut.blocks) == (*of, rows // 256), rows
+
+
+@pytest.mark.parametrize("most", [1, 16, 132])
+@pytest.mark.parametrize("n", [64, 4096, 28672, 262208])
+@pytest.mark.parametrize("k", [64, 320, 384, 4096, 16384])
+@pytest.mark.parametrize("rows", [129, 256, 257, 768, 4000])
+def test_every_range_of_every_block_of_rows_is_somebody_s(gpu, most, n, k, rows):
+    gpu(most)
+    width, steps, grid, parts, blocks, whole = prefill_batch._cut_of(None, torch.float16, n // 64, k // 64, rows)
+    if k // 64 % 2:
+        assert not blocks and not whole  # a step has two input tiles: several launches of 128 rows
+        return
+    ranges = -(-n // (64 * width))
+    assert width == 2 and blocks == -(-rows // 256) and steps == ranges * k // 128 and 1 <= parts <= min(8, k // 128)
+    assert whole % blocks == 0 and grid % parts == 0 and whole * parts + (grid // parts - whole) == ranges * blocks
+    # What the kernel makes of a cluster's number, of those that have the first block of rows.
+    found = []
+    for cluster in range(0, grid // parts, blocks):
+        if cluster < whole:
+            found += [cluster // blocks * parts + rank for rank in range(parts)]
+        else:
+            found.append(whole // blocks * parts + (cluster - whole) // blocks)
+    assert found == list(range(ranges))
 
 
 def test_rows_are_quantised_beside_a_cta_of_the_product():
@@ -116,6 +164,7 @@ def test_rows_are_quantised_beside_a_cta_of_the_product():
     for tokens in prefill_batch.TOKENS:
         for width, stream in prefill_batch._KINDS:
             assert prefill_batch.batch_bytes(tokens, width, stream) + 1024 + 128 + 1024 <= 228 * 1024, (tokens, width, stream)
+    assert prefill_batch.batch_bytes(prefill_batch._MANY, prefill_batch._MANY_WIDTH, False) + 1024 + 128 + 1024 <= 228 * 1024
     for m in (1, 16, 17, 64, 128):
         for k in (64, 320, 4096, 14336, 16384):
             pieces, ctas = prefill_batch._rows_cut(m, k)
@@ -162,6 +211,37 @@ def test_clusters_that_share_ranges(width, parts, monkeypatch):
         for m in (1, 10, 20, 40, 100, 200):
             config = PrefillConfig(1, 0, 256)
             check(make_case(*shape, kind), m, torch.bfloat16, "cuda", path="cuda", config=config, smooth=True, bias=m != 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("parts", "turns"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (8, 0)])
+def test_blocks_of_many_rows(parts, turns, monkeypatch):
+    """Whatever of them and of the outputs CTAs share; none is full, or all are."""
+
+    def cut(device, dtype, n_tiles, k_tiles, most, blocks):
+        ranges = -(-n_tiles // 2)
+        whole = turns * blocks if ranges >= parts else 0
+        return prefill_batch.Cut(
+            2, ranges * k_tiles // 2, parts * (whole + ranges * blocks - whole * parts), parts, blocks, whole
+        )
+
+    monkeypatch.setattr(prefill_batch, "_many", cut)
+    for shape, kind in (((1088, 2048), "mixed2468"), ((192, 3328), "mixed48"), ((320, 8192), "all8")):
+        for m in (129, 256, 300, 512, 700):
+            for dtype in (torch.bfloat16, torch.float16) if m == 300 else (torch.bfloat16,):
+                config = PrefillConfig(1, 0, 1024)
+                check(make_case(*shape, kind), m, dtype, "cuda", path="cuda", config=config, smooth=True, bias=m != 300)
+
+
+@pytest.mark.gpu
+def test_a_row_has_its_bits_in_any_number_of_blocks():
+    case = make_case(576, 2048)
+    _, w, p = served(case, "cuda", True)
+    x = make_rows(700, 2048, torch.bfloat16).cuda()
+    config = PrefillConfig(1, 0, 1024)
+    whole = prefill_int8.prefill_linear(x, w, p, path="cuda", config=config)
+    for m in (1, 16, 100, 128, 129, 256, 257, 513):
+        assert torch.equal(prefill_int8.prefill_linear(x[:m], w, p, path="cuda", config=config), whole[:m]), m
 
 
 @pytest.mark.gpu

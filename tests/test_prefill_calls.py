@@ -62,8 +62,9 @@ def asked(monkeypatch):
         monkeypatch.setattr(where, "current_stream", lambda device: 0)
         monkeypatch.setattr(where, "empty_rows", empty)
     monkeypatch.setattr(prefill_batch, "planes_map", lambda w, tiles: bytes([tiles]) * 128)
-    monkeypatch.setattr(prefill_batch, "clusters_at_once", lambda device, dtype, width, parts: 132 // parts)
-    caches = (prefill_batch._batch_module, prefill_batch._batch_rows_module, prefill_batch._shared, prefill_cuda._expand_module)
+    monkeypatch.setattr(prefill_batch, "clusters_at_once", lambda device, dtype, tokens, width, parts: 132 // parts)
+    caches = (prefill_batch._batch_module, prefill_batch._batch_rows_module, prefill_batch._shared)
+    caches += (prefill_batch._many, prefill_cuda._expand_module)
     for cache in caches:
         cache.cache_clear()
     yield seen
@@ -75,7 +76,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(("n", "k"), [(576, 1536), (64, 64), (1088, 320)])
 @pytest.mark.parametrize("smooth", [False, True])
 def test_calls_made_once_ask_for_the_same_launches(asked, monkeypatch, n, k, smooth):
-    monkeypatch.setattr(prefill_int8, "prefill_config", lambda n, k, device: PrefillConfig(1, 8, 256))
+    monkeypatch.setattr(prefill_int8, "prefill_config", lambda n, k, device: PrefillConfig(1, 8, 600))
     packed = make_case(n, k).weight
     w = decode_weight.prepare(packed, TRANSFORMS)
     p = prefill_int8.prepare(packed, w, smoothing=torch.rand(k) + 0.5 if smooth else None)
@@ -86,7 +87,7 @@ def test_calls_made_once_ask_for_the_same_launches(asked, monkeypatch, n, k, smo
 
     for dtype in (torch.bfloat16, torch.float16):
         call = prefill_int8.Call(w, p, dtype, "token_smooth", gemm)
-        for m in (9, 17, 64, 65, 128, 129, 500):
+        for m in (9, 17, 64, 65, 128, 129, 256, 257, 500, 601):
             x = torch.zeros(m, k, dtype=dtype)
             for bias in (None, torch.zeros(n, dtype=dtype)):
                 asked.clear()
@@ -94,6 +95,7 @@ def test_calls_made_once_ask_for_the_same_launches(asked, monkeypatch, n, k, smo
                 wanted = list(asked)
                 asked.clear()
                 made = call(x, p.scale, bias)
-                assert asked == wanted and len(wanted) == (3 if 128 < m <= 256 else 2)
+                several = k // 64 % 2 and 128 < m <= 600  # launches of 128 rows
+                assert asked == wanted and len(wanted) == (1 + -(-m // 128) if several else 2)
                 assert (made.shape, made.dtype, made.stride()) == (y.shape, y.dtype, y.stride())
         assert call(torch.zeros(8, k, dtype=dtype), p.scale, None) is None
