@@ -46,7 +46,7 @@ _ROWS_THREADS, _ROWS_PIECES, _ROWS_CTAS, _FEW_ROWS = 128, (1, 2), (128, 512), 64
 
 class Cut(NamedTuple):
     """width: tiles of outputs of a step; steps; grid: CTAs; parts: of them that share a range, a cluster, 0 where steps are cut
-    anywhere; blocks: of `_MANY` rows, 0 where a launch takes up to 128 rows; whole: of their clusters those (the first) whose CTAs
+    anywhere; blocks: of `_MANY` rows, 0 where a launch takes up to 128 rows; whole: of their clusters the first, whose CTAs
     have a range each"""
 
     width: int

@@ -85,6 +85,22 @@ def gpu(monkeypatch):
     forget()
 
 
+def test_where_ways_end():
+    """Rows that the kernel for batches does not take are short no further than it is worth."""
+    config = PrefillConfig(1, 16, 512)
+    for dtype, k, rotated, wanted in (
+        (torch.bfloat16, 64, False, {16: "short", 17: "batch", 512: "batch", 513: "long"}),
+        (torch.float16, 16384, False, {129: "batch"}),
+        (torch.float32, 64, False, {17: "short", 128: "short", 129: "long"}),
+        (torch.bfloat16, 16448, False, {128: "short", 129: "long"}),
+        (torch.bfloat16, 64, True, {128: "short", 129: "long"}),
+    ):
+        for rows, how in wanted.items():
+            x = torch.empty(rows, k, dtype=dtype, device="meta")
+            assert prefill_int8.way(x, config, "token_smooth", "cuda", rotated) == how, (dtype, k, rotated, rows)
+            assert prefill_int8.way(x, config, "group64", "cuda", rotated) == "short"
+
+
 @pytest.mark.parametrize("most", [1, 16, 132])
 @pytest.mark.parametrize("n", [64, 4096, 28672, 262208])
 @pytest.mark.parametrize("k", [64, 320, 4096])
