@@ -36,8 +36,7 @@ struct Args {
     u32* arrivals;        // [ranges], likewise
     long long y_stride;
     int rows, rows_padded, steps, bias_type;  // rows_padded: a multiple of 128; steps of all CTAs: below 2^32 / CTAs
-    int parts;                                // CTAs of a cluster
-    int blocks;                               // of rows: clusters next to each other that have the same ranges
+    int parts, blocks;                        // CTAs of a cluster; blocks of rows: clusters next to each other that have the same ranges
     int whole;                                // of blocks of 256 rows, clusters whose CTAs have a range each: the first
 };
 
@@ -285,8 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
     const int size = args.parts, cluster = blockIdx.x / size, rank = blockIdx.x % size, row0 = cluster % args.blocks * TOKENS;
     const int whole = TOKENS == 256 ? args.whole : 0, parts = cluster < whole ? 1 : size, part = rank % parts;
     const u32 k_steps = args.w.k_tiles / DEPTH, ranges_before = cluster < whole ? cluster / args.blocks * size + rank : whole / args.blocks * size + (cluster - whole) / args.blocks;
-    const u32 first = STREAM ? first_of(blockIdx.x, gridDim.x, args.steps) : ranges_before * k_steps + first_of(part, parts, k_steps);
-    const u32 first_range = first / k_steps;
+    const u32 first = STREAM ? first_of(blockIdx.x, gridDim.x, args.steps) : ranges_before * k_steps + first_of(part, parts, k_steps), first_range = first / k_steps;
     const int steps = (STREAM ? first_of(blockIdx.x + 1, gridDim.x, args.steps) : ranges_before * k_steps + first_of(part + 1, parts, k_steps)) - first;
 
     const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + STAGES * 8;
