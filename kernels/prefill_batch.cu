@@ -9,6 +9,7 @@
 // nothing is rescaled on the way, so that the cost of a tile hardly grows with the number of rows.
 // The CTAs of a cluster have a range, each an even part of its inputs. In the end each adds up the sums of some rows, its own and those
 // in the shared memory of the others: whole numbers, so that the order does not matter. It rotates the outputs back, adds the bias and rounds.
+// Several clusters may have a range; they send each other their sums through memory.
 // STREAM: a CTA takes as many steps as every other, whatever the shape, and adds its sums of a range to those of others in memory. Who comes
 // last takes them (leaving zeros).
 //
@@ -38,6 +39,7 @@ struct Args {
     int rows, rows_padded, steps, bias_type;  // rows_padded: a multiple of 128; steps of all CTAs: below 2^32 / CTAs
     int parts, blocks;                        // CTAs of a cluster; blocks of rows: clusters next to each other that have the same ranges
     int whole;                                // of blocks of 256 rows, clusters whose CTAs have a range each: the first
+    int groups;                               // clusters next to each other that share a range: of up to two CTAs if more than one
 };
 
 constexpr int TILES = 4, DEPTH = TILES / WIDTH, SUMS = WIDTH * 64 * TOKENS;
@@ -280,16 +282,18 @@ __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) u8 shared[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(FULL, threadIdx.x >> 5, 0), group = warp >> 2;
-    // Blocks of rows of a range next to each other: memory is asked once for what they read.
-    const int size = args.parts, cluster = blockIdx.x / size, rank = blockIdx.x % size, row0 = cluster % args.blocks * TOKENS;
+    // Blocks of rows of a range next to each other: memory is asked once for what they read. One of the two is 1.
+    const int blocks = TOKENS == 256 ? args.blocks : 1, groups = TOKENS == 256 || STREAM ? 1 : args.groups;
+    const int size = args.parts, cluster = blockIdx.x / size, rank = blockIdx.x % size, row0 = cluster % blocks * TOKENS;
     const int whole = TOKENS == 256 ? args.whole : 0, parts = cluster < whole ? 1 : size, part = rank % parts;
-    const u32 k_steps = args.w.k_tiles / DEPTH, ranges_before = cluster < whole ? cluster / args.blocks * size + rank : whole / args.blocks * size + (cluster - whole) / args.blocks;
-    const u32 first = STREAM ? first_of(blockIdx.x, gridDim.x, args.steps) : ranges_before * k_steps + first_of(part, parts, k_steps), first_range = first / k_steps;
-    const int steps = (STREAM ? first_of(blockIdx.x + 1, gridDim.x, args.steps) : ranges_before * k_steps + first_of(part + 1, parts, k_steps)) - first;
+    const int repeats = blocks * groups, team = cluster % groups, among = team * parts + part, all = groups * parts;
+    const u32 k_steps = args.w.k_tiles / DEPTH, ranges_before = cluster < whole ? cluster / repeats * size + rank : whole / repeats * size + (cluster - whole) / repeats;
+    const u32 first = STREAM ? first_of(blockIdx.x, gridDim.x, args.steps) : ranges_before * k_steps + first_of(among, all, k_steps), first_range = first / k_steps;
+    const int steps = (STREAM ? first_of(blockIdx.x + 1, gridDim.x, args.steps) : ranges_before * k_steps + first_of(among + 1, all, k_steps)) - first;
 
     const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + STAGES * 8;
     const u32 rows_full = empty + STAGES * 8, rows_empty = rows_full + ROW_STAGES * 8, coded = rows_empty + ROW_STAGES * 8, used = coded + BUFFERS * 8;
-    const Share share(row0, min(TOKENS, args.rows - row0), parts, part);
+    Share share(row0, min(TOKENS, args.rows - row0), parts, part);
     Known* known = (Known*)(shared + KNOWN_AT);
     float* scales = (float*)(shared + SCALES_AT);
     Step* ready = (Step*)(shared + STEPS_AT);
@@ -473,16 +477,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
         else
             named_barrier<1, 32 * WORKERS>();
         barrier_wait(used + BUFFERS * 8);
-        if (parts > 1) {
-            switch (parts) {
-                case 2: gather<1>(base, parts, part, share, warp, lane); break;
-                case 3: gather<2>(base, parts, part, share, warp, lane); break;
-                case 4: gather<3>(base, parts, part, share, warp, lane); break;
-                case 5: gather<4>(base, parts, part, share, warp, lane); break;
-                case 6: gather<5>(base, parts, part, share, warp, lane); break;
-                case 7: gather<6>(base, parts, part, share, warp, lane); break;
-                default: gather<7>(base, parts, part, share, warp, lane);
-            }
+        if (all > 1) {
+            share = meet(args, base, share, groups, team, parts, part, first_range, gridDim.x / (size * groups), warp, lane);
             named_barrier<1, 32 * WORKERS>();
         }
         finish_range<true>(args, nullptr, base, scales, share, known, first_range, room, warp, lane);

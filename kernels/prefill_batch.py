@@ -37,8 +37,11 @@ _MOST_RANGES = 64
 _MOST_PARTS = 8
 #: In steps of `_MANY` rows: start and end of a CTA, and what sharing sums in a cluster costs besides.
 _MANY_END, _MANY_SHARED_END = 7, 3
-#: In steps: what sharing sums through memory costs, and in clusters for every tile of outputs of a step; steps of each width.
-_STREAM_END, _SHARED_END, _WIDTH_COSTS = 20, 2, {4: 1.0, 2: 1.04}
+#: In steps: what sharing sums through memory costs, and in clusters for every tile of outputs of a step (up to so many rows: no
+#: more for a wide one than for a narrow one); steps of each width.
+_STREAM_END, _SHARED_END, _FEW_SUMS, _WIDTH_COSTS = 20, 2, 32, {4: 1.0, 2: 1.04}
+#: The same, for each number of rows: what clusters of up to two CTAs cost besides that share a range through memory.
+_GROUPS_END = {16: 4, 32: 4, 64: 5, 128: 2}
 #: Threads of CTAs that quantise the rows of a batch; eights of inputs that a thread has, `MOST_INPUTS` in a cluster at most;
 #: how many of these CTAs there are for short rows: for few of them as many as wait on a GPU beside the kernel for batches.
 _ROWS_THREADS, _ROWS_PIECES, _ROWS_CTAS, _FEW_ROWS = 128, (1, 2), (128, 512), 64
@@ -47,7 +50,7 @@ _ROWS_THREADS, _ROWS_PIECES, _ROWS_CTAS, _FEW_ROWS = 128, (1, 2), (128, 512), 64
 class Cut(NamedTuple):
     """width: tiles of outputs of a step; steps; grid: CTAs; parts: of them that share a range, a cluster, 0 where steps are cut
     anywhere; blocks: of `_MANY` rows, 0 where a launch takes up to 128 rows; whole: of their clusters the first, whose CTAs
-    have a range each"""
+    have a range each; groups: clusters that share a range"""
 
     width: int
     steps: int
@@ -55,6 +58,7 @@ class Cut(NamedTuple):
     parts: int
     blocks: int = 0
     whole: int = 0
+    groups: int = 1
 
 
 #: What `PrefillWeight.of_batches` is called in `struct Args`.
@@ -71,8 +75,8 @@ class BatchArgs(ctypes.Structure):
             *_BLOCK, "x", "scale", "transform", "table", "bias", "y", "sums", "arrivals",
         )),
         ("y_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type", "parts", "blocks", "whole")),
-        ("padding", ctypes.c_ubyte * 28),
+        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "steps", "bias_type", "parts", "blocks", "whole", "groups")),
+        ("padding", ctypes.c_ubyte * 24),
     ]  # fmt: skip
 
 
@@ -169,8 +173,9 @@ class Batch:
 
     def __init__(self, dtype: torch.dtype, unsmoothing: Tensor | None, w: DecodeWeight, block: tuple[Tensor, ...]) -> None:
         self.device, self.dtype, self.n, self.k = w.device, dtype, w.out_features, w.in_features
-        self.cut, many = _cut(w, dtype, 1), _cut(w, dtype, _MANY)
-        self.planes = {c.width: (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, c.width)) for c in (self.cut, many)}
+        self.cuts = {tokens: _cut(w, dtype, tokens) for tokens in (*TOKENS, _MANY)}
+        widths = {c.width for c in self.cuts.values()}
+        self.planes = {width: (ctypes.c_ubyte * 128).from_buffer_copy(planes_map(w, width)) for width in widths}
         self.args = BatchArgs(
             w=weight_args(w), **{name: t.data_ptr() for name, t in zip(_BLOCK, block, strict=True)},
             transform=w.transform.data_ptr(), table=w.table.data_ptr(), y_stride=self.n,
@@ -181,7 +186,8 @@ class Batch:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [M, K] contiguous, on a border of `ALIGNMENT`"""
         m = x.shape[0]
-        padded, cut = _padded(m), self.cut if m <= TOKENS[-1] else _cut_of(self.device, self.dtype, *self.tiles, m)
+        padded = _padded(m)
+        cut = self.cuts[batch_tokens(m)] if m <= TOKENS[-1] else _cut_of(self.device, self.dtype, *self.tiles, m)
         q = empty_rows(self.k // TILE * padded, TILE, torch.int8, self.device)
         scale, y = empty_rows(m, 1, torch.float32, self.device), empty_rows(m, self.n, self.dtype, self.device)
         sums, arrivals = batch_sums(self.device, self.n)
@@ -211,29 +217,37 @@ def _cut_of(device: torch.device, dtype: torch.dtype, n_tiles: int, k_tiles: int
     most = multiprocessors(device).count
     if rows > TOKENS[-1] and k_tiles * _MANY_WIDTH % SHORT_TILES == 0:
         return _many(device, dtype, n_tiles, k_tiles, most, -(-rows // _MANY))
-    width, parts = _shared(device, dtype, n_tiles, k_tiles, most)
+    width, parts, groups = _shared(device, dtype, n_tiles, k_tiles, most, batch_tokens(min(rows, TOKENS[-1])))
     ranges = -(-n_tiles // width)
     steps = ranges * k_tiles * width // SHORT_TILES
     if parts:
-        return Cut(width, steps, ranges * parts, parts)
+        return Cut(width, steps, ranges * parts * groups, parts, groups=groups)
     # More than run at once only where there would be no room for the ranges that one finishes: those that it has whole, and
     # parts of two.
     return Cut(width, steps, max(min(most, steps), -(-ranges // (_MOST_RANGES - 3))), 0)
 
 
 @functools.cache
-def _shared(device: torch.device, dtype: torch.dtype, n_tiles: int, k_tiles: int, most: int) -> tuple[int, int]:
-    """Tiles of outputs of a step, and how many CTAs share a range, 0 where steps are cut anywhere: what is fastest by a rule of
-    thumb that counts steps of a CTA. Clusters that do not all run at once cost as much again."""
-    found = [(n_tiles / 4 * k_tiles / most + _STREAM_END, 4, 0)]
+def _shared(
+    device: torch.device, dtype: torch.dtype, n_tiles: int, k_tiles: int, most: int, tokens: int
+) -> tuple[int, int, int]:
+    """Tiles of outputs of a step, CTAs of a cluster, 0 where steps are cut anywhere, and clusters that share a range: what is
+    fastest by a rule of thumb that counts steps of a CTA. Clusters that do not all run at once cost as much again, and those
+    that share a range would wait for each other."""
+    found = [(n_tiles / 4 * k_tiles / most + _STREAM_END, 4, 0, 1)]
     for width in _WIDTHS:
         ranges, steps = -(-n_tiles // width), k_tiles * width // SHORT_TILES
         if k_tiles * width % SHORT_TILES:
             continue
+        end = _SHARED_END * (2 if tokens <= _FEW_SUMS else width)
         for parts in range(1, min(_MOST_PARTS, steps, most // ranges) + 1):
+            cost, pair = -(-steps // parts) * _WIDTH_COSTS[width], 2 - parts % 2
             if clusters_at_once(device, dtype, TOKENS[-1], width, parts) >= ranges:
-                end = _SHARED_END * width if parts > 1 else 0
-                found.append((-(-steps // parts) * _WIDTH_COSTS[width] + end, width, parts))
+                found.append((cost + (end if parts > 1 else 0), width, parts, 1))
+            groups = parts // pair
+            has_room = groups > 1 and (groups - 1) * tokens <= TOKENS[-1]  # in `batch_sums`
+            if has_room and clusters_at_once(device, dtype, TOKENS[-1], width, pair) >= ranges * groups:
+                found.append((cost + end + _GROUPS_END[tokens], width, pair, groups))
     return min(found)[1:]
 
 
@@ -276,7 +290,7 @@ def _launch_rows(args: BatchRows, m: int, device: torch.device, dtype: torch.dty
 
 def _launch(args: BatchArgs, rows: int, cut: Cut, device: torch.device, dtype: torch.dtype) -> None:
     """Of all rows; moves `args` on where there are more than one launch takes."""
-    args.parts, args.blocks, args.whole = max(1, cut.parts), max(1, cut.blocks), cut.whole
+    args.parts, args.blocks, args.whole, args.groups = max(1, cut.parts), max(1, cut.blocks), cut.whole, cut.groups
     while rows > 0:
         args.rows = rows if cut.blocks else min(rows, TOKENS[-1])
         tokens, stream = _MANY if cut.blocks else batch_tokens(args.rows), cut.parts == 0

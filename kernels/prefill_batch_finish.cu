@@ -54,6 +54,64 @@ __device__ __forceinline__ void gather(u32 here, int parts, int part, const Shar
     }
 }
 
+// The same where several clusters, `groups`, of one or two CTAs have a range: each finishes some of the pieces, and sends the sums of the others
+// to who does, through memory, in places that hold zeros between launches. On their way sums have a bias (all that can be is less than 2^28),
+// so that a word that is not zero is there. A warp sends all it has to before it waits; all CTAs run at the same time.
+template <int OTHERS>
+__device__ __forceinline__ Share exchange(const Args& args, u32 here, const Share& share, int groups, int group, int rank, u32 range, u32 ranges, int warp, int lane) {
+    constexpr u32 BIAS = 1u << 30;
+    const int count = share.end - share.begin;
+    const auto first = [&](int of) { return share.begin + of * count / groups; };
+    Share mine = share;
+    mine.begin = first(group), mine.end = first(group + 1);
+#pragma unroll 1
+    for (int i = warp; i < 4 * count; i += WORKERS) {
+        int piece = mine.end + (i >> 2), to = 0;
+        if (piece >= share.end) piece -= count;
+        if (range * WIDTH + piece % WIDTH >= args.w.n_tiles) continue;  // as those who finish say
+        while (piece >= first(to + 1)) ++to;
+        const u32 word = sums_at(piece % WIDTH, i & 3, piece / WIDTH, lane), at = here + word * 4;
+        const auto place = [&](int of, int from) { return args.sums + ((u64)(from > of ? from - of - 1 : from - of + groups - 1) * ranges + range) * SUMS + word; };
+        uint4 sum = load_shared4(at);
+        if constexpr (OTHERS == 1) {
+            const uint4 four = load_there4(address_in(at, rank ^ 1));
+            sum.x += four.x, sum.y += four.y, sum.z += four.z, sum.w += four.w;
+        }
+        if (to != group) {
+            store_sent4(place(to, group), make_uint4(sum.x + BIAS, sum.y + BIAS, sum.z + BIAS, sum.w + BIAS));
+            continue;
+        }
+        for (int from = 0; from < groups; ++from) {
+            if (from == group) continue;
+            int* const sent = place(group, from);
+            uint4 four;
+            do four = load_sent4(sent);
+            while (__any_sync(FULL, !(four.x && four.y && four.z && four.w)));
+            *(uint4*)sent = make_uint4(0, 0, 0, 0);
+            sum.x += four.x - BIAS, sum.y += four.y - BIAS, sum.z += four.z - BIAS, sum.w += four.w - BIAS;
+        }
+        store_shared4(at, sum.x, sum.y, sum.z, sum.w);
+    }
+    return mine;
+}
+
+// Sums of all CTAs of a range meet: what this one finishes. part: the CTA's number in its cluster, of `parts`.
+__device__ __forceinline__ Share meet(const Args& args, u32 here, const Share& share, int groups, int group, int parts, int part, u32 range, u32 ranges, int warp, int lane) {
+    if (groups > 1)
+        return parts == 2 ? exchange<1>(args, here, share, groups, group, part, range, ranges, warp, lane)
+                          : exchange<0>(args, here, share, groups, group, part, range, ranges, warp, lane);
+    switch (parts) {
+        case 2: gather<1>(here, parts, part, share, warp, lane); break;
+        case 3: gather<2>(here, parts, part, share, warp, lane); break;
+        case 4: gather<3>(here, parts, part, share, warp, lane); break;
+        case 5: gather<4>(here, parts, part, share, warp, lane); break;
+        case 6: gather<5>(here, parts, part, share, warp, lane); break;
+        case 7: gather<6>(here, parts, part, share, warp, lane); break;
+        default: gather<7>(here, parts, part, share, warp, lane);
+    }
+    return share;
+}
+
 constexpr int ROW = 100, BLOCK = 12, ROOM = 8 * ROW;  // floats of a row, of eight outputs, of eight rows: banks
 static_assert(SUMS * 4 + WORKERS * ROOM * 4 <= STEPS_AT);
 

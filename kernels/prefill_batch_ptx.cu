@@ -76,6 +76,15 @@ __device__ __forceinline__ uint4 load_there4(u32 at) {
     asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
+// What another multiprocessor sends through memory, word by word.
+__device__ __forceinline__ uint4 load_sent4(const int* from) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_sent4(int* to, const uint4& v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 // As `cluster_arrive`, of a thread whose reads are done and whose writes are of no concern to others.
 __device__ __forceinline__ void cluster_leave() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 // What this thread wrote to shared memory shall be seen by the tensor core's own reads.

@@ -107,11 +107,11 @@ def test_where_ways_end():
 def test_there_is_room_for_what_ctas_finish(gpu, most, n, k):
     """Also for a whole vocabulary on a slice of a GPU."""
     gpu(most)
-    width, steps, ctas, parts, *_ = prefill_batch._cut_of(None, torch.float16, n // 64, k // 64, 128)
+    width, steps, ctas, parts, *_, groups = prefill_batch._cut_of(None, torch.float16, n // 64, k // 64, 128)
     k_steps, ranges = k // 64 * width // 4, -(-n // (64 * width))
     assert k // 64 * width % 4 == 0 and steps == ranges * k_steps and 1 <= ctas <= steps
     if parts:
-        assert ctas == ranges * parts <= most and parts <= min(prefill_batch._MOST_PARTS, k_steps)
+        assert ctas == ranges * parts * groups <= most and parts * groups <= min(prefill_batch._MOST_PARTS, k_steps)
         return
     assert width == 4  # steps of two tiles are for clusters alone
     first = [cta * steps // ctas for cta in range(ctas + 1)]
@@ -125,13 +125,17 @@ AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "wanted"), [(28672, 4096, (4, 1)), (4096, 4096, (2, 3)), (6144, 4096, (2, 2)), (35840, 5120, (4, 0))]
-)
-def test_clusters_are_taken_that_run_at_once(gpu, monkeypatch, n, k, wanted):
-    """On an H200 30 clusters of 4 CTAs fit beside each other, not 33."""
+    ("n", "k", "rows", "wanted"),
+    [
+        (28672, 4096, 128, (4, 1, 1)), (4096, 4096, 64, (2, 3, 1)), (4096, 4096, 128, (2, 2, 2)), (6144, 4096, 128, (2, 2, 1)),
+        (4096, 14336, 16, (4, 2, 4)), (4096, 14336, 128, (2, 2, 2)), (35840, 5120, 128, (4, 0, 1)),
+    ],
+)  # fmt: skip
+def test_clusters_are_taken_that_run_at_once(gpu, monkeypatch, n, k, rows, wanted):
+    """On an H200 30 clusters of 4 CTAs fit beside each other, not 33, but 66 of 2."""
     gpu(132)
     monkeypatch.setattr(prefill_batch, "clusters_at_once", lambda device, dtype, tokens, width, parts: AT_ONCE[parts])
-    assert prefill_batch._shared(None, torch.bfloat16, n // 64, k // 64, 132) == wanted
+    assert prefill_batch._shared(None, torch.bfloat16, n // 64, k // 64, 132, rows) == wanted
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,7 @@ def test_blocks_of_rows_are_cut_as_was_fastest(gpu, monkeypatch, n, k, wanted):
 @pytest.mark.parametrize("rows", [129, 256, 257, 768, 4000])
 def test_every_range_of_every_block_of_rows_is_somebody_s(gpu, most, n, k, rows):
     gpu(most)
-    width, steps, grid, parts, blocks, whole = prefill_batch._cut_of(None, torch.float16, n // 64, k // 64, rows)
+    width, steps, grid, parts, blocks, whole, _ = prefill_batch._cut_of(None, torch.float16, n // 64, k // 64, rows)
     if k // 64 % 2:
         assert not blocks and not whole  # a step has two input tiles: several launches of 128 rows
         return
@@ -209,7 +213,7 @@ def test_what_ctas_add_up_in_is_cleared_when_weights_are_loaded(monkeypatch):
 def test_every_cut_of_the_kernel_for_batches(ctas, monkeypatch):
     """CTAs with many ranges of outputs, and ranges of many CTAs; what they add up in is left as it was found."""
     monkeypatch.setattr(prefill_batch, "multiprocessors", lambda device: SimpleNamespace(count=ctas))
-    monkeypatch.setattr(prefill_batch, "_shared", lambda *of: (4, 0))
+    monkeypatch.setattr(prefill_batch, "_shared", lambda *of: (4, 0, 1))
     for shape, kind in (((1088, 1536), "mixed2468"), ((192, 320), "mixed48"), ((320, 8320), "all8"), ((3200, 64), "all4")):
         for m in (1, 10, 20, 40, 100, 200):
             for dtype in (torch.bfloat16, torch.float16):
@@ -222,11 +226,26 @@ def test_every_cut_of_the_kernel_for_batches(ctas, monkeypatch):
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_clusters_that_share_ranges(width, parts, monkeypatch):
-    monkeypatch.setattr(prefill_batch, "_shared", lambda *of: (width, parts))
+    monkeypatch.setattr(prefill_batch, "_shared", lambda *of: (width, parts, 1))
     for shape, kind in (((1088, 2048), "mixed2468"), ((192, 3328), "mixed48"), ((320, 8192), "all8")):
         for m in (1, 10, 20, 40, 100, 200):
             config = PrefillConfig(1, 0, 256)
             check(make_case(*shape, kind), m, torch.bfloat16, "cuda", path="cuda", config=config, smooth=True, bias=m != 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(("parts", "groups"), [(1, 2), (2, 2), (2, 4), (1, 5)])
+def test_clusters_that_share_a_range_with_others(width, parts, groups, monkeypatch):
+    """Their sums meet in memory, which is left as it was found."""
+    monkeypatch.setattr(prefill_batch, "_shared", lambda *of: (width, parts, groups))
+    for shape, kind in (((1088, 2048), "mixed2468"), ((192, 3328), "mixed48"), ((320, 8192), "all8")):
+        for m in (1, 10, 20, 40, 100):
+            if (groups - 1) * prefill_batch.batch_tokens(m) > 128:
+                continue
+            config = PrefillConfig(1, 0, 256)
+            check(make_case(*shape, kind), m, torch.bfloat16, "cuda", path="cuda", config=config, smooth=True, bias=m != 20)
+    assert not any(t.any() for t in prefill_batch._sums.values())
 
 
 @pytest.mark.gpu
