@@ -1,7 +1,6 @@
 """What each rank of a parallel server holds, reads and computes: exactly its part, at the shapes of real models."""
 
 from collections import Counter
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,6 @@ from vllm.model_executor.model_loader.weight_utils import safetensors_weights_it
 from cases import TRANSFORMS, make_rows
 from layers import PROFILES, Toy, build, draw_case, feed, on_rank, one_rank  # noqa: F401 - one_rank
 from tolerances import FLOAT32_RMS, relative_rms
-from vllm_tilequant import background
 from vllm_tilequant import schema as s
 from vllm_tilequant.config import check_parallel
 from vllm_tilequant.kernels import layout, reference
@@ -221,13 +219,6 @@ def test_layers_cut_along_outputs_compute_the_same_outputs(monkeypatch, rows):
     assert torch.equal(joined, whole) if rows <= 8 else relative_rms(joined, whole) <= FLOAT32_RMS
 
 
-def at_once(device, call, *args):
-    """`background.start` without a thread."""
-    future = Future()
-    future.set_result(call(*args))
-    return future
-
-
 class Reads(TorchDispatchMode):
     """Bytes that operations take from a mapped file, and the largest tensor that any of them makes."""
 
@@ -265,7 +256,6 @@ def test_a_rank_reads_its_own_bytes_of_the_mapped_file(monkeypatch, tmp_path, la
     for name, tensors in toy.tensors.items():
         toy.tensors[name] = {suffix: stored[f"{name}.{suffix}"] for suffix in tensors}
     on_rank(monkeypatch, 1, size)
-    monkeypatch.setattr(background, "start", at_once)  # `reads` sees what this thread does
     module = shape.layer(layer, toy)
     with reads:
         feed(module, toy, {f"a.{linear}": shard for linear, shard in MEMBERS[layer].items()}, process=False)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +29,6 @@ from vllm.model_executor.parameter import (
     RowvLLMParameter,
 )
 
-from vllm_tilequant import background
 from vllm_tilequant import schema as s
 from vllm_tilequant.kernels import layout
 
@@ -42,8 +40,6 @@ _DTYPES = {
     "F16": torch.float16,
 }
 _FLOATS = ("BF16", "F16", "F32")
-#: What threads copy; the rest is small.
-_LARGE = (s.PLANE0, s.PLANE1)
 #: A start code is member << _SHIFT | first row; -1 where nothing was loaded.
 _SHIFT = 40
 _ROW_MASK = (1 << _SHIFT) - 1
@@ -87,7 +83,6 @@ class LayerLoading:
     arrived: set[tuple[int, str]] = field(default_factory=set)
     stash: dict[int, Tensor] = field(default_factory=dict)  # member -> its whole extension, until its map is here
     extensions: dict[int, Tensor] = field(default_factory=dict)  # member -> rows of the extension that this rank needs
-    copies: list[Future[None]] = field(default_factory=list)  # of large tensors, under way
     first: dict[str, int] = field(default_factory=dict)  # suffix that all members share -> the member it came from
     inside_bias: bool = False
     counted: set[tuple[int, str]] = field(default_factory=set)  # like `arrived`, before a reload
@@ -135,7 +130,7 @@ class LayerLoading:
 
     def reset(self) -> None:
         """Nothing has arrived, nothing is kept."""
-        for kept in (self.arrived, self.stash, self.extensions, self.copies, self.first, self.counted):
+        for kept in (self.arrived, self.stash, self.extensions, self.first, self.counted):
             kept.clear()
         # Not registered: the checkpoint has no tensor of this name, and vLLM can be told to demand one for every parameter.
         tiles = (0, 0) if self._whole else self._tiles
@@ -157,8 +152,6 @@ class LayerLoading:
                 self.stash[part] = loaded_weight
             elif self._is_shared(suffix):
                 self._set_shared(suffix, param, loaded_weight, part)
-            elif suffix in _LARGE:
-                self.copies.append(background.start(param.device, self._place, param, loaded_weight, shard_id))
             else:
                 self._place(param, loaded_weight, shard_id)
                 if suffix == s.MAP and not self._whole:
@@ -224,8 +217,6 @@ class LayerLoading:
             raise ValueError(
                 f"{self.prefix}: {len(missing)} tensors of the checkpoint did not arrive:\n  " + "\n  ".join(missing)
             )
-        for copy in self.copies:
-            copy.result()
         bits, starts = self.layer.get_parameter(s.MAP).data, self.starts.data
         if bool((starts < 0).any()):
             raise ValueError(
@@ -404,8 +395,7 @@ class LayerLoading:
             full = layout.gather_extension(full.cpu(), codes[rows] & _ROW_MASK, bits)
             codes[rows] = layout.extension_starts(bits) | part << _SHIFT
         # Where it will be wanted: on the host its next copies would take longer than reading it.
-        self.extensions[part], copy = background.copied(full, param.device)
-        self.copies.append(copy)
+        self.extensions[part] = full.to(param.device, copy=True)
 
 
 def _weakly(call: Callable[..., None]) -> Callable[..., None]:
