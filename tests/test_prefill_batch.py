@@ -25,8 +25,8 @@ def test_one_scale_of_an_output_loses_half_a_step(kind):
             exact *= step.double().repeat_interleave(64, 0).repeat_interleave(64, 1)
             exact = exact if smoothing is None else exact * smoothing
             unit = scale.double()[:, None]
-            # Four roundings to half precision move a code by less than 4 * 128 / 2048 beside its own.
-            assert bool(((codes.double() * unit - exact).abs() <= 0.75 * unit).all())
+            # Four roundings to half precision move a code by less than 4 * 128 / 2048 beside its own; not all of them at once.
+            assert bool(((codes.double() * unit - exact).abs() <= 0.69 * unit).all())
             largest = codes.abs().amax(1)
             # Seven bits of a factor cost an output less than 1/64 of its codes; one of 64 outputs has a factor of 1.
             assert bool((largest >= 125).all() and (largest.view(-1, 64).amax(1) == 127).all())

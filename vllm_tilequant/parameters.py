@@ -228,11 +228,12 @@ class LayerLoading:
         if self._whole:
             of_members = bits.split([m.module.n_tiles for m in self.members])
             rows = torch.stack([layout.extension_rows_per_tile(own).sum() for own in of_members])
-            before = rows.cumsum(0) - rows
-            starts = torch.cat([layout.extension_starts(own) + rows for own, rows in zip(of_members, before, strict=True)])
+            before = rows.cumsum(0) - rows  # of the members in front
+            starts = torch.cat([layout.extension_starts(own) + skip for own, skip in zip(of_members, before, strict=True)])
         else:
             rows = torch.tensor([e.shape[0] for e in parts], dtype=torch.int64, device="cpu")
-            starts = (starts & _ROW_MASK) + (rows.cumsum(0) - rows)[starts >> _SHIFT]
+            before = rows.cumsum(0) - rows
+            starts = (starts & _ROW_MASK) + before[starts >> _SHIFT]
         return self._loaded(layout.gather_extension(torch.cat(parts), starts.to(bits.device), bits))
 
     def finish_saved(self, where: str) -> LoadedLayer:
