@@ -88,3 +88,19 @@ def test_a_quantized_draft_is_accepted(results):
     drafted, accepted = (metrics[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
     print(f"{accepted} of {drafted} drafted tokens accepted on {torch.cuda.get_device_name()}")
     assert accepted >= 0.5 * drafted > 0
+
+
+def test_a_large_tensor_reaches_the_gpu_by_pinned_memory(tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    from vllm_tilequant.parameters import _STAGED, _staged
+
+    words = torch.randint(-(2**31), 2**31 - 1, (2 * _STAGED // 4,), dtype=torch.int32)
+    save_file({"large": words, "small": words[:64].clone()}, tmp_path / "planes.safetensors")
+    with safe_open(tmp_path / "planes.safetensors", "pt") as stored:
+        large, small = stored.get_tensor("large"), stored.get_tensor("small")
+    device = torch.device("cuda")
+    staged = _staged(large, device)
+    assert staged.is_pinned() and torch.equal(staged.to(device).cpu(), words)
+    assert _staged(small, device) is small and _staged(large, torch.device("cpu")) is large

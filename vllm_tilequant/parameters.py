@@ -43,6 +43,8 @@ _FLOATS = ("BF16", "F16", "F32")
 #: A start code is member << _SHIFT | first row; -1 where nothing was loaded.
 _SHIFT = 40
 _ROW_MASK = (1 << _SHIFT) - 1
+#: Bytes from which a copy by all threads is worth its memory.
+_STAGED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class LayerLoading:
             elif self._is_shared(suffix):
                 self._set_shared(suffix, param, loaded_weight, part)
             else:
-                self._place(param, loaded_weight, shard_id)
+                self._place(param, _staged(loaded_weight, param.device) if self._whole else loaded_weight, shard_id)
                 if suffix == s.MAP and not self._whole:
                     self._place_starts(param, loaded_weight.cpu(), shard_id, part)
             self._cut(part)
@@ -396,7 +398,16 @@ class LayerLoading:
             full = layout.gather_extension(full.cpu(), codes[rows] & _ROW_MASK, bits)
             codes[rows] = layout.extension_starts(bits) | part << _SHIFT
         # Where it will be wanted: on the host its next copies would take longer than reading it.
-        self.extensions[part] = full.to(param.device, copy=True)
+        self.extensions[part] = _staged(full, param.device).to(param.device, copy=True)
+
+
+def _staged(tensor: Tensor, device: torch.device) -> Tensor:
+    """A large tensor on its way from a mapped file to a GPU: pinned, by a copy of all threads, which also map the file's pages.
+
+    The driver's own copy of pageable memory is one thread's, and lets no other thread call the driver meanwhile.
+    """
+    worth = device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes >= _STAGED and torch.get_num_threads() > 1
+    return tensor.pin_memory() if worth else tensor
 
 
 def _weakly(call: Callable[..., None]) -> Callable[..., None]:
