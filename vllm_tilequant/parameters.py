@@ -398,16 +398,18 @@ class LayerLoading:
             full = layout.gather_extension(full.cpu(), codes[rows] & _ROW_MASK, bits)
             codes[rows] = layout.extension_starts(bits) | part << _SHIFT
         # Where it will be wanted: on the host its next copies would take longer than reading it.
-        self.extensions[part] = _staged(full, param.device).to(param.device, copy=True)
+        staged = _staged(full, param.device)
+        self.extensions[part] = staged if staged is not full else full.to(param.device, copy=True)
 
 
 def _staged(tensor: Tensor, device: torch.device) -> Tensor:
-    """A large tensor on its way from a mapped file to a GPU: pinned, by a copy of all threads, which also map the file's pages.
+    """A large tensor of a mapped file on its way to a GPU: by pinned memory, where all threads copy it (and map the file's
+    pages), and from where it goes while the next one is copied.
 
-    The driver's own copy of pageable memory is one thread's, and lets no other thread call the driver meanwhile.
+    The driver's own copy of memory that is not pinned is one thread's, and nobody may ask the driver for anything meanwhile.
     """
     worth = device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes >= _STAGED and torch.get_num_threads() > 1
-    return tensor.pin_memory() if worth else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if worth else tensor
 
 
 def _weakly(call: Callable[..., None]) -> Callable[..., None]:
