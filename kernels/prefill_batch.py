@@ -42,9 +42,11 @@ _MANY_END, _MANY_SHARED_END = 7, 3
 _STREAM_END, _SHARED_END, _FEW_SUMS, _WIDTH_COSTS = 20, 2, 32, {4: 1.0, 2: 1.04}
 #: The same, for each number of rows: what clusters of up to two CTAs cost besides that share a range through memory.
 _GROUPS_END = {16: 4, 32: 4, 64: 5, 128: 2}
-#: Threads of CTAs that quantise the rows of a batch; eights of inputs that a thread has, `MOST_INPUTS` in a cluster at most;
-#: how many of these CTAs there are for short rows: for few of them as many as wait on a GPU beside the kernel for batches.
-_ROWS_THREADS, _ROWS_PIECES, _ROWS_CTAS, _FEW_ROWS = 128, (1, 2), (128, 512), 64
+#: CTAs that quantise the rows of a batch. Up to so many rows: their threads; eights of inputs that one has, `MOST_INPUTS` in a
+#: cluster at most; how many of these CTAs there are for short rows: as many as wait on a GPU beside the kernel for batches.
+_FEW_ROWS, _ROWS_THREADS, _ROWS_PIECES, _ROWS_CTAS = 64, 128, (1, 2), 128
+#: Beyond: threads of a CTA that has a whole row, and eights of inputs that one has.
+_ROW_THREADS, _ROW_PIECES = (128, 256, 512), 4
 
 
 class Cut(NamedTuple):
@@ -102,7 +104,8 @@ def kernels(dtype: torch.dtype) -> list[tuple[str, Callable[..., Module], tuple[
     wanted: list[tuple[str, Callable[..., Module], tuple[object, ...]]]
     wanted = [("batch", _batch_module, (dtype, tokens, *kind)) for tokens in TOKENS for kind in _KINDS]
     wanted += [("batch", _batch_module, (dtype, _MANY, _MANY_WIDTH, False))]
-    return wanted + [("batch_rows", _batch_rows_module, (dtype, pieces)) for pieces in _ROWS_PIECES]
+    rows = [(_ROWS_THREADS, pieces) for pieces in _ROWS_PIECES] + [(threads, _ROW_PIECES) for threads in _ROW_THREADS]
+    return wanted + [("batch_rows", _batch_rows_module, (dtype, *of)) for of in rows]
 
 
 def batch_tokens(rows: int) -> int:
@@ -276,11 +279,11 @@ def clusters_at_once(device: torch.device, dtype: torch.dtype, tokens: int, widt
 
 
 def _launch_rows(args: BatchRows, m: int, device: torch.device, dtype: torch.dtype) -> None:
-    pieces, args.ctas = _rows_cut(m, args.k)
-    _batch_rows_module(device, dtype, pieces).kernel("batch_rows").launch(
+    threads, pieces, args.ctas = _rows_cut(m, args.k)
+    _batch_rows_module(device, dtype, threads, pieces).kernel("batch_rows").launch(
         args,
         grid=m * args.ctas,
-        threads=_ROWS_THREADS,
+        threads=threads,
         cluster=args.ctas,
         shared_bytes=0,
         stream=current_stream(device),
@@ -304,14 +307,16 @@ def _launch(args: BatchArgs, rows: int, cut: Cut, device: torch.device, dtype: t
         args.y += TOKENS[-1] * args.y_stride * 2
 
 
-def _rows_cut(m: int, k: int) -> tuple[int, int]:
-    """Eights of inputs of a thread that quantises rows, and how many CTAs share a row: as many as there shall be, and those
-    that leave a thread no more than it has registers for."""
-    eights, ctas, most = -(-k // (8 * _ROWS_THREADS)), 1, _ROWS_CTAS[m > _FEW_ROWS]
-    while ctas < min(8, eights) and (2 * ctas * m <= most or eights > 2 * ctas):
+def _rows_cut(m: int, k: int) -> tuple[int, int, int]:
+    """Threads of a CTA that quantises rows, eights of inputs that one has, and how many CTAs share a row: of few rows as many
+    as there shall be, and those that leave a thread no more than it has registers for."""
+    if m > _FEW_ROWS:
+        return next(t for t in _ROW_THREADS if 8 * _ROW_PIECES * t >= k), _ROW_PIECES, 1
+    eights, ctas = -(-k // (8 * _ROWS_THREADS)), 1
+    while ctas < min(8, eights) and (2 * ctas * m <= _ROWS_CTAS or eights > 2 * ctas):
         ctas *= 2
     wanted = -(-eights // ctas)
-    return next(p for p in _ROWS_PIECES if p >= wanted), ctas
+    return _ROWS_THREADS, next(p for p in _ROWS_PIECES if p >= wanted), ctas
 
 
 @functools.cache
@@ -323,5 +328,6 @@ def _batch_module(device: torch.device, dtype: torch.dtype, tokens: int, width: 
 
 
 @functools.cache
-def _batch_rows_module(device: torch.device, dtype: torch.dtype, pieces: int) -> Module:
-    return module("prefill_batch_rows.cu", device, [f"XTYPE={DTYPES.index(dtype)}", f"PIECES={pieces}"])
+def _batch_rows_module(device: torch.device, dtype: torch.dtype, threads: int, pieces: int) -> Module:
+    defines = [f"XTYPE={DTYPES.index(dtype)}", f"THREADS={threads}", f"PIECES={pieces}"]
+    return module("prefill_batch_rows.cu", device, defines)

@@ -1,11 +1,12 @@
 // Rows of prefill_batch.cu -> INT8 with one scale per row, `reference.activation_token_ref`, in the order of the tensor core's operand: inputs
 // 32 h + 8 i + 2 c + e of 64 stand at place 32 h + 8 c + 2 i + e, and 16-byte pieces of row r change places by r / 2 & 3.
 //
-// The CTAs of a cluster quantise a row. They are small enough to wait beside a CTA of prefill_batch.cu, whose successor they serve: four warps
-// of 32 registers, whose factors are loaded by then.
-// Set by the compiler's command line: XTYPE (of x: 0 bf16, 1 fp16), PIECES (1 or 2, of 8 inputs, of a thread).
+// The CTAs of a cluster quantise a row. Of few rows they are small enough to wait beside a CTA of prefill_batch.cu, whose successor they serve:
+// four warps of 32 registers, whose factors are loaded by then. Of many rows not all would find room, and those that do not keep the next
+// product's CTAs waiting: then a CTA has a whole row and as many registers as it likes, so that few multiprocessors hold all of them.
+// Set by the compiler's command line: XTYPE (of x: 0 bf16, 1 fp16), THREADS, PIECES (of 8 inputs, of a thread: 1 or 2, in clusters; 4).
 
-#define THREADS 128
+#define FORM FEW  // of prefill_rows.cu only what is common
 #include "prefill_ptx.cu"
 #include "prefill_rows.cu"
 
@@ -23,7 +24,7 @@ __device__ __forceinline__ u32 codes(float a, float b, float unit) {
     return __byte_perm(__float_as_uint(fmaf(a, unit, 12582912.0f)), __float_as_uint(fmaf(b, unit, 12582912.0f)), 0x0040) & 0xffff;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 16) batch_rows(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, (PIECES == 4 ? 1024 : 2048) / THREADS) batch_rows(const __grid_constant__ Args args) {
     __shared__ u32 found[32];
     const int ctas = args.ctas, row = blockIdx.x / ctas, rank = blockIdx.x % ctas, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int begin = rank * (PIECES * THREADS * 8) + threadIdx.x * 8;
