@@ -41,7 +41,7 @@ _MANY_END, _MANY_SHARED_END = 7, 3
 #: more for a wide one than for a narrow one); steps of each width.
 _STREAM_END, _SHARED_END, _FEW_SUMS, _WIDTH_COSTS = 20, 2, 32, {4: 1.0, 2: 1.04}
 #: The same, for each number of rows: what clusters of up to two CTAs cost besides that share a range through memory.
-_GROUPS_END = {16: 4, 32: 4, 64: 5, 128: 2}
+_GROUPS_END = {16: 4, 32: 4, 64: 5, 128: 4}
 #: CTAs that quantise the rows of a batch. Up to so many rows: their threads; eights of inputs that one has, `MOST_INPUTS` in a
 #: cluster at most; how many of these CTAs there are for short rows: as many as wait on a GPU beside the kernel for batches.
 _FEW_ROWS, _ROWS_THREADS, _ROWS_PIECES, _ROWS_CTAS = 64, 128, (1, 2), 128
