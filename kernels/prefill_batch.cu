@@ -39,7 +39,7 @@ struct Args {
     int rows, rows_padded, steps, bias_type;  // rows_padded: a multiple of 128; steps of all CTAs: below 2^32 / CTAs
     int parts, blocks;                        // CTAs of a cluster; blocks of rows: clusters next to each other that have the same ranges
     int whole;                                // of blocks of 256 rows, clusters whose CTAs have a range each: the first
-    int groups;                               // clusters next to each other that share a range: of up to two CTAs if more than one
+    int groups;                               // clusters that share a range: of up to two CTAs if more than one; some begin early, some late
 };
 
 constexpr int TILES = 4, DEPTH = TILES / WIDTH, SUMS = WIDTH * 64 * TOKENS;
@@ -286,10 +286,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
     const int blocks = TOKENS == 256 ? args.blocks : 1, groups = TOKENS == 256 || STREAM ? 1 : args.groups;
     const int size = args.parts, cluster = blockIdx.x / size, rank = blockIdx.x % size, row0 = cluster % blocks * TOKENS;
     const int whole = TOKENS == 256 ? args.whole : 0, parts = cluster < whole ? 1 : size, part = rank % parts;
-    const int repeats = blocks * groups, team = cluster % groups, among = team * parts + part, all = groups * parts;
-    const u32 k_steps = args.w.k_tiles / DEPTH, ranges_before = cluster < whole ? cluster / repeats * size + rank : whole / repeats * size + (cluster - whole) / repeats;
-    const u32 first = STREAM ? first_of(blockIdx.x, gridDim.x, args.steps) : ranges_before * k_steps + first_of(among, all, k_steps), first_range = first / k_steps;
-    const int steps = (STREAM ? first_of(blockIdx.x + 1, gridDim.x, args.steps) : ranges_before * k_steps + first_of(among + 1, all, k_steps)) - first;
+    const int ranges = gridDim.x / (size * groups), team = groups > 1 ? cluster / ranges : 0, among = team * parts + part, all = groups * parts;
+    const u32 k_steps = args.w.k_tiles / DEPTH;
+    const u32 range = groups > 1 ? cluster % ranges : cluster < whole ? cluster / blocks * size + rank : whole / blocks * size + (cluster - whole) / blocks;
+    const auto begin = [&](int of) { return range * k_steps + first_of(of, all, k_steps); };
+    const u32 first = STREAM ? first_of(blockIdx.x, gridDim.x, args.steps) : begin(among), first_range = first / k_steps;
+    const int steps = (STREAM ? first_of(blockIdx.x + 1, gridDim.x, args.steps) : begin(among + 1)) - first;
 
     const u32 base = shared_address(shared), full = base + BARRIERS_AT, empty = full + STAGES * 8;
     const u32 rows_full = empty + STAGES * 8, rows_empty = rows_full + ROW_STAGES * 8, coded = rows_empty + ROW_STAGES * 8, used = coded + BUFFERS * 8;
@@ -478,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             named_barrier<1, 32 * WORKERS>();
         barrier_wait(used + BUFFERS * 8);
         if (all > 1) {
-            share = meet(args, base, share, groups, team, parts, part, first_range, gridDim.x / (size * groups), warp, lane);
+            share = meet(args, base, share, groups, team, parts, part, first_range, ranges, warp, lane);
             named_barrier<1, 32 * WORKERS>();
         }
         finish_range<true>(args, nullptr, base, scales, share, known, first_range, room, warp, lane);

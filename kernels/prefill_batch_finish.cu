@@ -37,6 +37,8 @@ struct Share {
     }
 };
 
+__device__ __forceinline__ uint4 plus(const uint4& a, const uint4& b) { return make_uint4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
 // Adds the sums of a CTA's share that lie in the other CTAs of its cluster to its own, a warp 512 bytes at a time.
 template <int OTHERS>
 __device__ __forceinline__ void gather(u32 here, int parts, int part, const Share& share, int warp, int lane) {
@@ -60,37 +62,73 @@ __device__ __forceinline__ void gather(u32 here, int parts, int part, const Shar
 template <int OTHERS>
 __device__ __forceinline__ Share exchange(const Args& args, u32 here, const Share& share, int groups, int group, int rank, u32 range, u32 ranges, int warp, int lane) {
     constexpr u32 BIAS = 1u << 30;
-    const int count = share.end - share.begin;
-    const auto first = [&](int of) { return share.begin + of * count / groups; };
+    constexpr int UNITS = TOKENS == 128 ? 2 : 1;  // of 512 bytes, that a warp has on their way: as many as it sends where two groups meet
+    const int count = share.end - share.begin, most = (count + groups - 1) / groups;
     Share mine = share;
-    mine.begin = first(group), mine.end = first(group + 1);
+    mine.begin = min(share.begin + group * most, share.end), mine.end = min(mine.begin + most, share.end);
+    const int own = 4 * (mine.end - mine.begin), others = 4 * count - own;
+    const auto place = [&](int of, int from, u32 word) { return args.sums + ((u64)(from > of ? from - of - 1 : from - of + groups - 1) * ranges + range) * SUMS + word; };
+    const auto load = [&](u32 word, uint4& sum, uint4& there) {
+        if constexpr (OTHERS == 1) there = load_there4(address_in(here + word * 4, rank ^ 1));
+        sum = load_shared4(here + word * 4);
+    };
+    const auto is_any = [&](int piece) { return range * WIDTH + piece % WIDTH < args.w.n_tiles; };  // as those who finish say
 #pragma unroll 1
-    for (int i = warp; i < 4 * count; i += WORKERS) {
-        int piece = mine.end + (i >> 2), to = 0;
-        if (piece >= share.end) piece -= count;
-        if (range * WIDTH + piece % WIDTH >= args.w.n_tiles) continue;  // as those who finish say
-        while (piece >= first(to + 1)) ++to;
-        const u32 word = sums_at(piece % WIDTH, i & 3, piece / WIDTH, lane), at = here + word * 4;
-        const auto place = [&](int of, int from) { return args.sums + ((u64)(from > of ? from - of - 1 : from - of + groups - 1) * ranges + range) * SUMS + word; };
-        uint4 sum = load_shared4(at);
-        if constexpr (OTHERS == 1) {
-            const uint4 four = load_there4(address_in(at, rank ^ 1));
-            sum.x += four.x, sum.y += four.y, sum.z += four.z, sum.w += four.w;
+    for (int first = warp; first < others; first += UNITS * WORKERS) {
+        u32 word[UNITS];
+        int piece[UNITS];
+        uint4 sum[UNITS], there[UNITS];
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            const int i = min(first + u * WORKERS, others - 1);  // beyond: loaded, not sent
+            piece[u] = mine.end + (i >> 2);
+            if (piece[u] >= share.end) piece[u] -= count;
+            word[u] = sums_at(piece[u] % WIDTH, i & 3, piece[u] / WIDTH, lane);
+            load(word[u], sum[u], there[u]);
         }
-        if (to != group) {
-            store_sent4(place(to, group), make_uint4(sum.x + BIAS, sum.y + BIAS, sum.z + BIAS, sum.w + BIAS));
-            continue;
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            if constexpr (OTHERS == 1) sum[u] = plus(sum[u], there[u]);
+            int to = 0;
+            while (piece[u] - share.begin >= (to + 1) * most) ++to;
+            if (first + u * WORKERS < others && is_any(piece[u])) store_sent4(place(to, group, word[u]), plus(sum[u], make_uint4(BIAS, BIAS, BIAS, BIAS)));
         }
+    }
+#pragma unroll 1
+    for (int first = warp; first < own; first += UNITS * WORKERS) {
+        u32 word[UNITS];
+        bool any[UNITS];
+        uint4 sum[UNITS], there[UNITS];
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            const int i = min(first + u * WORKERS, own - 1), piece = mine.begin + (i >> 2);
+            any[u] = first + u * WORKERS < own && is_any(piece);
+            word[u] = sums_at(piece % WIDTH, i & 3, piece / WIDTH, lane);
+            load(word[u], sum[u], there[u]);
+        }
+#pragma unroll 1
         for (int from = 0; from < groups; ++from) {
             if (from == group) continue;
-            int* const sent = place(group, from);
-            uint4 four;
-            do four = load_sent4(sent);
-            while (__any_sync(FULL, !(four.x && four.y && four.z && four.w)));
-            *(uint4*)sent = make_uint4(0, 0, 0, 0);
-            sum.x += four.x - BIAS, sum.y += four.y - BIAS, sum.z += four.z - BIAS, sum.w += four.w - BIAS;
+            uint4 sent[UNITS];
+            bool here_all;
+            do {
+                here_all = true;
+#pragma unroll
+                for (int u = 0; u < UNITS; ++u) sent[u] = load_sent4(place(group, from, word[u]));
+#pragma unroll
+                for (int u = 0; u < UNITS; ++u) here_all = here_all && (!any[u] || (sent[u].x && sent[u].y && sent[u].z && sent[u].w));
+            } while (!__all_sync(FULL, here_all));
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                if (any[u]) *(uint4*)place(group, from, word[u]) = make_uint4(0, 0, 0, 0);
+                sum[u] = plus(sum[u], plus(sent[u], make_uint4(-BIAS, -BIAS, -BIAS, -BIAS)));
+            }
         }
-        store_shared4(at, sum.x, sum.y, sum.z, sum.w);
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            if constexpr (OTHERS == 1) sum[u] = plus(sum[u], there[u]);
+            if (any[u]) store_shared4(here + word[u] * 4, sum[u].x, sum[u].y, sum[u].z, sum[u].w);
+        }
     }
     return mine;
 }
