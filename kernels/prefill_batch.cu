@@ -47,8 +47,8 @@ constexpr int TILES = 4, DEPTH = TILES / WIDTH, SUMS = WIDTH * 64 * TOKENS;
 constexpr int MULTIPLIERS = WIDTH * TOKENS == 512 ? 2 : 1, EXPANDERS = MULTIPLIERS == 2 ? 2 : 3, GROUPS = MULTIPLIERS + EXPANDERS + 1;
 constexpr int THREADS = 128 * GROUPS, READERS = TOKENS == 256 ? 2 : 3, WORKERS = 4 * (MULTIPLIERS + EXPANDERS);  // the fourth warp of the last group reads rows
 // Places of rings: of plane words, of rows, of codes (what is expanded before there are rows).
-constexpr int STAGES = TOKENS == 256 ? 4 : MULTIPLIERS == 2 && !STREAM ? 8 : 6, ROW_STAGES = TOKENS < 128 ? 6 : WIDTH == 2 ? 3 : 4;
-constexpr int BUFFERS = TOKENS == 256 ? 3 : TOKENS == 128 ? WIDTH == 2 ? 4 : 3 : TOKENS == 64 && (WIDTH == 2 || STREAM) ? 4 : 6;
+constexpr int STAGES = TOKENS == 256 ? 4 : 6, ROW_STAGES = TOKENS < 128 ? 6 : WIDTH == 2 ? 3 : 4;
+constexpr int BUFFERS = TOKENS == 256 ? 3 : TOKENS == 128 ? WIDTH == 2 ? 4 : STREAM ? 3 : 5 : TOKENS == 64 && (WIDTH == 2 || STREAM) ? 4 : 6;
 // Nobody may mistake the last but one use of a place for the last: the same warps take every use, or are never so far ahead.
 static_assert(STAGES % EXPANDERS == 0 && BUFFERS >= EXPANDERS && (STAGES % READERS == 0 || STAGES >= READERS + EXPANDERS + BUFFERS));
 // A place of the ring: planes 0 and 1, then 2 and 3, each [DEPTH][two planes][64 inputs][WIDTH], a tile's unit at place tile ^ `twist`.
@@ -63,7 +63,7 @@ constexpr int SENT_AT = CODES_AT + BUFFERS * BUFFER_BYTES, FACTORS_AT = SENT_AT 
 constexpr int STEPS_AT = FACTORS_AT + STAGES * FACTOR_BYTES;
 constexpr int PERIOD = 32;  // steps that are made ready at a time, two periods kept
 constexpr int KNOWN_AT = STEPS_AT + 2 * PERIOD * sizeof(uint4[TILES + 1]), KNOWN_BYTES = 592;
-constexpr int BARRIERS_AT = KNOWN_AT + WIDTH * KNOWN_BYTES, LAST_AT = BARRIERS_AT + (STAGES + ROW_STAGES + BUFFERS + 1) * 16;
+constexpr int BARRIERS_AT = KNOWN_AT + WIDTH * KNOWN_BYTES, LAST_AT = BARRIERS_AT + (STAGES + ROW_STAGES + BUFFERS + 1) * 16, ONES_AT = LAST_AT - 8;
 constexpr int SCALES_AT = LAST_AT + 256;  // behind 64 words: scales of rows
 
 // What is known of a step. tile.x, y: unit of input 0 in planes 2 and 3; z: units from an input to the next in plane 2 (bits 0-7) and
@@ -200,83 +200,7 @@ __device__ __forceinline__ void read_rows(const Args& args, const u8* x, u32 at,
     }
 }
 
-// (code - 128) * stretch, rounded to half precision, times `by`, rounded half to even; as the low bytes of two halves. code: 1024 + code of
-// eight bits, exact, and so is -1152 * stretch.
-__device__ __forceinline__ u32 scaled(u32 code, u32 stretch, u32 by) {
-    return half2_fma(half2_fma(code, low_twice(stretch), high_twice(stretch)), by, 0x66006600u);
-}
-
-// Bytes of 4 fields (two bits of outputs j = 0..3 each) of planes, four inputs -> for every j a word of four INT8 codes.
-// by: of inputs (0, 2) and (1, 3), two halves each; stretch: of the outputs.
-template <bool WIDE>
-__device__ __forceinline__ void requantise(u32 p0, u32 p1, u32 p2, u32 p3, const u32 (&by)[2], const u32 (&stretch)[4], u32 (&out)[4]) {
-    constexpr u32 UPPER = 0xccccccccu, HIGH = 0xf0f0f0f0u, ONES = 0x64006400u;  // 1024
-    const u32 nibbles[2] = {chosen(p0 << 2, p1, UPPER), chosen(p0, p1 >> 2, UPPER)};                // j = 0, 2 and j = 1, 3
-    if constexpr (WIDE) {
-        const u32 low[2] = {chosen(p2 << 2, p3, UPPER), chosen(p2, p3 >> 2, UPPER)};
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd)
-#pragma unroll
-            for (int upper = 0; upper < 2; ++upper) {
-                const u32 code = upper ? chosen(nibbles[odd], low[odd] >> 4, HIGH) : chosen(nibbles[odd] << 4, low[odd], HIGH);
-                const int j = odd + 2 * upper;
-                const u32 a = scaled(__byte_perm(code, ONES, 0x5250), stretch[j], by[0]);
-                const u32 b = scaled(__byte_perm(code, ONES, 0x5351), stretch[j], by[1]);
-                out[j] = __byte_perm(a, b, 0x6240);
-            }
-    } else {
-        // Lower nibbles move up: 16 times them, 1152 is a zero whose products are exact, 1032 would not be.
-        constexpr u32 UP = 0x00f000f0u;
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            const u32 w = nibbles[odd];
-            out[odd] = __byte_perm(scaled(w << 4 & UP | ONES, stretch[odd], by[0]), scaled(w >> 4 & UP | ONES, stretch[odd], by[1]), 0x6240);
-            out[odd + 2] = __byte_perm(scaled(w & UP | ONES, stretch[odd + 2], by[0]), scaled(w >> 8 & UP | ONES, stretch[odd + 2], by[1]), 0x6240);
-        }
-    }
-}
-
-// A tile: from plane words (this lane's row of plane 0) to codes. Row 8 t + `swapped(g)` of the codes is output 8 g + t, so that what half a warp
-// stores lies in different banks. stretch: of the lane's eight outputs. `room` is called when the codes need room, `read` when all plane words
-// have been read.
-template <bool WIDE, typename Room, typename Read>
-__device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, const u32 (&stretch)[2][4], u32 to, Room&& room, Read&& read) {
-    constexpr int PLANES = WIDE ? 4 : 2, QUADS = MULTIPLIERS == 2 ? 2 : 4, HALVES = QUADS / 2;  // four inputs each, at a time: what registers allow
-#pragma unroll
-    for (int half = 0; half < 2; half += HALVES) {
-        u32 words[HALVES][PLANES][4];
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h)
-#pragma unroll
-            for (int p = 0; p < PLANES; ++p) load_transposed(words[h][p], from + plane_at(p) + (half + h) * (PLANE / 2));
-        u32 by[QUADS][2];
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h) {
-            const uint4 s = load_shared4(smoothing + (half + h) * 16);
-            const u32 four[4] = {s.x, s.y, s.z, s.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) by[2 * h + (i >> 1)][i & 1] = half2_mul(four[i], ratio);
-        }
-        if (half + HALVES == 2) read();  // at once: what is read next is what memory's latency hides behind
-#pragma unroll
-        for (int byte = 0; byte < 2; ++byte) {
-            u32 code[QUADS][4];  // [..][j]
-#pragma unroll
-            for (int q = 0; q < QUADS; ++q) {
-                u32 p[4] = {};
-#pragma unroll
-                for (int i = 0; i < PLANES; ++i) p[i] = __byte_perm(words[q >> 1][i][2 * (q & 1)], words[q >> 1][i][2 * (q & 1) + 1], byte ? 0x7531 : 0x6420);
-                requantise<WIDE>(p[0], p[1], p[2], p[3], by[q], stretch[byte], code[q]);
-            }
-            if (half == 0 && byte == 0) room();
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-#pragma unroll
-                for (int h = 0; h < HALVES; ++h) store_shared2((to ^ (half + h) * 32) + (4 * byte + j) * 512, code[2 * h][j], code[2 * h + 1][j]);
-        }
-    }
-}
-
+#include "prefill_batch_codes.cu"
 #include "prefill_batch_finish.cu"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_constant__ Args args) {
@@ -310,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
                 for (int i = 0; i < BUFFERS; ++i) barrier_init(coded + i * 8, TILES), barrier_init(used + i * 8, 4 * MULTIPLIERS);
                 barrier_init(used + BUFFERS * 8, 32);
                 barriers_are_ready();
-                last[0] = 0;
+                last[0] = 0, store_shared(base + ONES_AT, 0x64006400u);
             }
             __syncwarp();
             reader.read_first();
@@ -354,10 +278,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
                     for (int k = 0; k < 2 * DEPTH; ++k)
                         multiply(sum[i], codes + ((k / 2 * WIDTH + i) * TILE_BYTES + k % 2 * 32 >> 4), x + (k / 2 * TOKENS * 64 + k % 2 * 32 >> 4));
                 products_end();
-                products_wait<1>();  // those of the step before
-                if (lane == 0 && s) {
-                    barrier_arrive(rows_empty + (slot ? slot - 1 : ROW_STAGES - 1) * 8);
-                    barrier_arrive(used + (buffer ? buffer - 1 : BUFFERS - 1) * 8);
+                constexpr bool AT_ONCE = TOKENS == 256;  // rows are what others wait for; else it gives back what the step before had
+                products_wait<AT_ONCE ? 0 : 1>();
+                if (lane == 0 && (AT_ONCE || s)) {
+                    barrier_arrive(rows_empty + (AT_ONCE ? slot : slot ? slot - 1 : ROW_STAGES - 1) * 8);
+                    barrier_arrive(used + (AT_ONCE ? buffer : buffer ? buffer - 1 : BUFFERS - 1) * 8);
                 }
                 parity ^= slot == ROW_STAGES - 1;
                 slot = slot == ROW_STAGES - 1 ? 0 : slot + 1;
@@ -441,6 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
             }
         };
         if (!STREAM) look_up(first_range * WIDTH);
+        const u32 ones = load_shared(base + ONES_AT);  // from memory, so that the compiler cannot know it
         int slot = turn, buffer = turn;
         u32 parity = 0, buffer_parity = 1;  // a buffer's first use waits for nobody
 #pragma unroll 1
@@ -457,9 +383,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
                 if (lane == 0) barrier_arrive(empty + slot * 8);
             };
             if (~step.x & 3 << 16)
-                expand_tile<true>(from + at, smoothing, step.y, stretch, into, room, read);
+                expand_tile<true>(from + at, smoothing, step.y, ones, stretch, into, room, read);
             else
-                expand_tile<false>(from + at, smoothing, step.y, stretch, into, room, read);
+                expand_tile<false>(from + at, smoothing, step.y, ones, stretch, into, room, read);
             written_for_products();
             __syncwarp();
             if (lane == 0) barrier_arrive(coded + buffer * 8);

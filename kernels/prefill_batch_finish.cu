@@ -7,7 +7,7 @@ __device__ __forceinline__ u32 sums_at(u32 tile, u32 w, u32 eight, u32 lane) { r
 // What is known of the outputs of a tile before there are sums.
 struct Known {
     u8 code[64];  // as in `Args::table`
-    float bias[64], unit[64];
+    float bias[64], unit[64];  // unit: with the sign that comes before the Hadamard matrix
     u32 rotated;
     u32 padding[3];
 };
@@ -23,7 +23,8 @@ __device__ __forceinline__ void find_known(const Args& args, Known* known, int r
         if (args.bias) bias = args.bias_type == 2 ? ((const float*)args.bias)[nt * 64 + output] : from_half(((const u16*)args.bias)[nt * 64 + output], args.bias_type);
         const bool rotated = transform != 255;
         to.bias[output] = bias, to.code[output] = rotated ? args.table[transform * 64 + output] : output;
-        to.unit[output] = args.unit[nt * 64 + output];
+        const float unit = args.unit[nt * 64 + output];
+        to.unit[output] = rotated && args.table[transform * 64 + output] & 128 ? -unit : unit;
         if (output == 0) to.rotated = rotated;
     }
 }
@@ -153,11 +154,11 @@ __device__ __forceinline__ Share meet(const Args& args, u32 here, const Share& s
 constexpr int ROW = 100, BLOCK = 12, ROOM = 8 * ROW;  // floats of a row, of eight outputs, of eight rows: banks
 static_assert(SUMS * 4 + WORKERS * ROOM * 4 <= STEPS_AT);
 
-// All sums and differences of COUNT numbers.
-template <int COUNT, typename At>
+// All sums and differences of COUNT numbers, or what is left to do from those FIRST places apart on.
+template <int COUNT, int FIRST, typename At>
 __device__ __forceinline__ void butterflies(At&& at) {
 #pragma unroll
-    for (int d = 1; d < COUNT; d *= 2)
+    for (int d = FIRST; d < COUNT; d *= 2)
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
             if (!(i & d)) {
@@ -167,6 +168,19 @@ __device__ __forceinline__ void butterflies(At&& at) {
             }
 }
 
+// All sums and differences of eight products, the first of neighbours in the instructions that multiply (by name: what the compiler joins
+// shall not depend on where this stands).
+template <typename At, typename By>
+__device__ __forceinline__ void products_of_eight(At&& at, By&& by) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+        const float a = __fmul_rn(at(i), by(i)), b = at(i + 1);
+        at(i) = __fmaf_rn(b, by(i + 1), a);
+        at(i + 1) = __fmaf_rn(-b, by(i + 1), a);
+    }
+    butterflies<8, 2>(at);
+}
+
 // A warp's pieces of a range whose sums are complete, every so manieth. They are taken from `sums` (in memory: left zero there; HERE: in
 // shared memory), multiplied by the Hadamard matrix, permuted, rounded. room: ROOM floats of this warp.
 template <bool HERE>
@@ -174,7 +188,8 @@ __device__ __forceinline__ void finish_range(const Args& args, int* sums, u32 he
     const int tile = (share.begin + warp) % WIDTH, nt = range * WIDTH + tile, g = swapped(lane >> 2), c = lane & 3;
     if (nt >= args.w.n_tiles) return;
     int next[16];  // of row 2 c + side, output 8 g + i: at 2 i + side
-    float scale[2];
+    const int turned_row = 2 * (lane >> 2 & 3) + (lane >> 4);  // in the second half of the rotation
+    float scale;
     const auto load = [&](int piece) {
         const int eight = piece / WIDTH;
         const u32 at = sums_at(tile, 0, eight, lane);
@@ -190,59 +205,64 @@ __device__ __forceinline__ void finish_range(const Args& args, int* sums, u32 he
             }
             next[4 * w] = four.x, next[4 * w + 1] = four.y, next[4 * w + 2] = four.z, next[4 * w + 3] = four.w;
         }
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-            const int row = 8 * eight + 2 * c + side;
-            scale[side] = HERE ? scales[row] : row < share.rows ? __ldcg(args.scale + row) : 0.f;
-        }
+        const int row = 8 * eight + turned_row;
+        scale = HERE ? scales[row] : row < share.rows ? __ldcg(args.scale + row) : 0.f;
     };
     int piece = share.begin + warp;
     if (piece < share.end) load(piece);
     const Known& of = known[tile];
-    const uint2 signs = *(const uint2*)(of.code + 8 * g);
+    float unit[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) unit[i] = of.unit[8 * g + i];
     const u32 two = *(const u16*)(of.code + 2 * lane);  // of outputs 2 lane and 2 lane + 1
     const float2 bias = *(const float2*)(of.bias + 2 * lane);
     const float low_factor = !of.rotated ? 1.f : two & 64 ? -0.125f : 0.125f, high_factor = !of.rotated ? 1.f : two & 64 << 8 ? -0.125f : 0.125f;
     const bool rotated = of.rotated;
     float* const put = room + 2 * c * ROW + g * BLOCK;                                                   // this lane's sums
-    float* const turned = room + (2 * (lane >> 2 & 3) + (lane >> 4)) * ROW + 2 * c;                      // two outputs of every eight
+    float* const turned = room + turned_row * ROW + 2 * c;                                               // two outputs of every eight
     const float *low = room + (two >> 3 & 7) * BLOCK + (two & 7), *high = room + (two >> 11 & 7) * BLOCK + (two >> 8 & 7);
+    u8* const y = (u8*)args.y + (long long)share.row0 * args.y_stride * 2;
+    const u32 stride = args.y_stride;
 #pragma unroll 1
     for (; piece < share.end; piece += WORKERS) {
         const int row = piece / WIDTH * 8;
         float v[2][8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const u32 sign = (i < 4 ? signs.x : signs.y) << (24 - 8 * (i & 3)) & 0x80000000u;
-            const float unit = of.unit[8 * g + i];
+        for (int i = 0; i < 8; ++i)
 #pragma unroll
-            for (int side = 0; side < 2; ++side) v[side][i] = __uint_as_float(__float_as_uint((float)next[2 * i + side] * (scale[side] * unit)) ^ sign);
-        }
+            for (int side = 0; side < 2; ++side) v[side][i] = (float)next[2 * i + side];
+        const float row_scale = scale;
         if (piece + WORKERS < share.end) load(piece + WORKERS);
         __syncwarp();
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-            if (rotated) butterflies<8>([&](int i) -> float& { return v[side][i]; });
+            if (rotated)
+                products_of_eight([&](int i) -> float& { return v[side][i]; }, [&](int i) { return unit[i]; });
+            else
+#pragma unroll
+                for (int i = 0; i < 8; ++i) v[side][i] *= unit[i];
 #pragma unroll
             for (int i = 0; i < 8; i += 4) *(float4*)(put + side * ROW + i) = make_float4(v[side][i], v[side][i + 1], v[side][i + 2], v[side][i + 3]);
         }
         __syncwarp();
-        if (rotated) {
-            float2 u[8];
+        float2 u[8];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) u[i] = *(const float2*)(turned + i * BLOCK);
-            butterflies<8>([&](int i) -> float& { return u[i].x; });
-            butterflies<8>([&](int i) -> float& { return u[i].y; });
+        for (int i = 0; i < 8; ++i) u[i] = *(const float2*)(turned + i * BLOCK);
+        const auto by = [&](int) { return row_scale; };
+        if (rotated)
+            products_of_eight([&](int i) -> float& { return u[i].x; }, by), products_of_eight([&](int i) -> float& { return u[i].y; }, by);
+        else
 #pragma unroll
-            for (int i = 0; i < 8; ++i) *(float2*)(turned + i * BLOCK) = u[i];
-            __syncwarp();
-        }
-        u16* const y = (u16*)args.y + (share.row0 + row) * args.y_stride + nt * 64 + 2 * lane;
+            for (int i = 0; i < 8; ++i) u[i].x *= row_scale, u[i].y *= row_scale;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) *(float2*)(turned + i * BLOCK) = u[i];
+        __syncwarp();
+        u32 at = (row * stride + nt * 64 + 2 * lane) * 2;  // bytes in the block of rows, whose place is the same for all lanes
 #pragma unroll
         for (int r = 0; r < 8; ++r) {
-            if (row + r >= share.rows) break;
             const u32 a = to_half(fmaf(low[r * ROW], low_factor, bias.x), XTYPE), b = to_half(fmaf(high[r * ROW], high_factor, bias.y), XTYPE);
-            *(u32*)(y + r * args.y_stride) = a | b << 16;
+            if (row + r < share.rows) *(u32*)(y + at) = a | b << 16;
+            at += 2 * stride;
         }
     }
 }

@@ -41,7 +41,7 @@ MOST_INPUTS, ALIGNMENT = 16384, 16
 _FOLDER = Path(__file__).parent
 _HEADERS = (
     _FOLDER / "ptx.cu",
-    *(_FOLDER / f"prefill_{part}.cu" for part in ("ptx", "planes", "rows", "batch_ptx", "batch_finish")),
+    *(_FOLDER / f"prefill_{part}.cu" for part in ("ptx", "planes", "rows", "batch_ptx", "batch_codes", "batch_finish")),
 )
 
 

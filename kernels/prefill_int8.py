@@ -131,9 +131,8 @@ def _largest(w: PackedWeight, rotation: Tensor, index: Tensor, smoothing: Tensor
     return largest, rotated.view(-1)
 
 
-#: Inputs of an input tile in the order of the tensor core's operand, and pairs of every four of them that a register holds.
+#: Inputs of an input tile in the order of the tensor core's operand.
 _ORDER = [32 * h + 8 * i + 2 * c + e for c in range(4) for h in range(2) for i in range(4) for e in range(2)]
-_PAIRS = [_ORDER[four + i] for four in range(0, TILE, 4) for i in (0, 2, 1, 3)]
 
 
 def _block(largest: Tensor, w: PackedWeight, decode: DecodeWeight, smoothing: Tensor | None) -> tuple[Tensor, ...]:
@@ -142,7 +141,7 @@ def _block(largest: Tensor, w: PackedWeight, decode: DecodeWeight, smoothing: Te
     padded = torch.nn.functional.pad(of_tile.T, (0, blocks * width - of_tile.shape[0]))
     ratio = padded.view(k_tiles, blocks, width).transpose(0, 1)[..., None].expand(-1, -1, -1, 2).contiguous().view(torch.int32)
     stretch = torch.stack((of_output, -1152 * of_output), -1).view(torch.int32)[:, 0]
-    return ratio[..., 0], stretch, unit, of_input.view(-1, TILE)[:, _PAIRS].contiguous()
+    return ratio[..., 0], stretch, unit, of_input.view(-1, TILE)[:, _ORDER].contiguous()
 
 
 def _rotations(table: Tensor) -> Tensor:
