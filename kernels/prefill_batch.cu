@@ -47,8 +47,8 @@ constexpr int TILES = 4, DEPTH = TILES / WIDTH, SUMS = WIDTH * 64 * TOKENS;
 constexpr int MULTIPLIERS = WIDTH * TOKENS == 512 ? 2 : 1, EXPANDERS = MULTIPLIERS == 2 ? 2 : 3, GROUPS = MULTIPLIERS + EXPANDERS + 1;
 constexpr int THREADS = 128 * GROUPS, READERS = TOKENS == 256 ? 2 : 3, WORKERS = 4 * (MULTIPLIERS + EXPANDERS);  // the fourth warp of the last group reads rows
 // Places of rings: of plane words, of rows, of codes (what is expanded before there are rows).
-constexpr int STAGES = TOKENS == 256 ? 4 : 6, ROW_STAGES = TOKENS < 128 ? 6 : WIDTH == 2 ? 3 : 4;
-constexpr int BUFFERS = TOKENS == 256 ? 3 : TOKENS == 128 ? WIDTH == 2 ? 4 : STREAM ? 3 : 5 : TOKENS == 64 && (WIDTH == 2 || STREAM) ? 4 : 6;
+constexpr int STAGES = TOKENS == 256 ? 4 : 6, ROW_STAGES = TOKENS < 128 ? 6 : TOKENS == 256 ? 3 : 4;
+constexpr int BUFFERS = TOKENS == 256 ? 3 : TOKENS == 128 ? WIDTH == 2 || STREAM ? 3 : 5 : TOKENS == 64 && (WIDTH == 2 || STREAM) ? 4 : 6;
 // Nobody may mistake the last but one use of a place for the last: the same warps take every use, or are never so far ahead.
 static_assert(STAGES % EXPANDERS == 0 && BUFFERS >= EXPANDERS && (STAGES % READERS == 0 || STAGES >= READERS + EXPANDERS + BUFFERS));
 // A place of the ring: planes 0 and 1, then 2 and 3, each [DEPTH][two planes][64 inputs][WIDTH], a tile's unit at place tile ^ `twist`.
@@ -144,10 +144,9 @@ struct Reader {
         const uint4 tile = step.tile[lane % TILES];
         const u32 input = lane / TILES;  // and all further ones of the lane
         const u32 to = base + slot * STAGE_BYTES + unit_at(lane % TILES, input);
-        if (__any_sync(FULL, !(tile.z & 1 << 16))) {
-            read_plane<2, 0>(tile.z & 1 << 16, to, args.w.codes + (u64)(tile.x + input * (tile.z & 255)) * 16, (tile.z & 255) * 128);
-            read_plane<3, 0>(tile.z & 1 << 17, to, args.w.codes + (u64)(tile.y + input * (tile.z >> 8 & 255)) * 16, (tile.z >> 8 & 255) * 128);
-        }
+        // What a tile lacks is never looked at.
+        if (!(tile.z & 1 << 16)) read_plane<2, 0>(to, args.w.codes + (u64)(tile.x + input * (tile.z & 255)) * 16, (tile.z & 255) * 128);
+        if (!(tile.z & 1 << 17)) read_plane<3, 0>(to, args.w.codes + (u64)(tile.y + input * (tile.z >> 8 & 255)) * 16, (tile.z >> 8 & 255) * 128);
         barrier_arrive_copied(full + slot * 8);
     }
 
@@ -175,9 +174,9 @@ struct Reader {
 
 private:
     template <int P, int I>
-    __device__ __forceinline__ void read_plane(u32 lacks, u32 to, const u8* from, u32 step) const {
-        copy16_unless<plane_at(P) + I * 8 * LINE, 0>(lacks, to, from);
-        if constexpr (I < 7) read_plane<P, I + 1>(lacks, to, from + step, step);
+    __device__ __forceinline__ void read_plane(u32 to, const u8* from, u32 step) const {
+        copy16_unless<plane_at(P) + I * 8 * LINE, 0>(0, to, from);
+        if constexpr (I < 7) read_plane<P, I + 1>(to, from + step, step);
     }
 };
 
@@ -382,10 +381,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
                 __syncwarp();
                 if (lane == 0) barrier_arrive(empty + slot * 8);
             };
-            if (~step.x & 3 << 16)
-                expand_tile<true>(from + at, smoothing, step.y, ones, stretch, into, room, read);
+            if (!(step.x & 1 << 17))
+                expand_tile<4>(from + at, smoothing, step.y, ones, stretch, into, room, read);
+            else if (!(step.x & 1 << 16))
+                expand_tile<3>(from + at, smoothing, step.y, ones, stretch, into, room, read);
             else
-                expand_tile<false>(from + at, smoothing, step.y, ones, stretch, into, room, read);
+                expand_tile<2>(from + at, smoothing, step.y, ones, stretch, into, room, read);
             written_for_products();
             __syncwarp();
             if (lane == 0) barrier_arrive(coded + buffer * 8);

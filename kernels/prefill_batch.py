@@ -116,12 +116,12 @@ def batch_tokens(rows: int) -> int:
 def batch_bytes(tokens: int, width: int, stream: bool) -> int:
     """Of shared memory of a CTA; mirrors the layout at the top of prefill_batch.cu."""
     rows, multipliers = tokens * SHORT_TILES // width, 2 if width * tokens == 512 else 1
-    stages, row_stages = 6, 6 if tokens < 128 else 3 if width == 2 else 4
+    stages, row_stages = 6, 6 if tokens < 128 else 4
     buffers = 4 if tokens == 64 and (width == 2 or stream) else 6
     if tokens == TOKENS[-1]:
-        buffers = 4 if width == 2 else 3 if stream else 5
+        buffers = 3 if width == 2 or stream else 5
     if tokens == _MANY:
-        stages, buffers = 4, 3
+        stages, row_stages, buffers = 4, 3, 3
     rings = stages * BLOCK_BYTES * SHORT_TILES // BLOCK_TILES + row_stages * rows * 64
     sent = 4 * multipliers * 64 * min(tokens, 64) if stream else 0
     kept = stages * SHORT_TILES // width * 128 + 64 * (SHORT_TILES + 1) * 16 + width * 592

@@ -30,10 +30,10 @@ __device__ __forceinline__ void requantise(u32 high, u32 low, u32 ones, u32 by, 
 struct Half {
     u32 words[4][4];
     uint4 factors;
-    template <bool WIDE>
+    template <int PLANES>
     __device__ __forceinline__ void load(u32 from, u32 smoothing, int half) {
 #pragma unroll
-        for (int p = 0; p < (WIDE ? 4 : 2); ++p) load_transposed(words[p], from + plane_at(p) + half * (PLANE / 2));
+        for (int p = 0; p < PLANES; ++p) load_transposed(words[p], from + plane_at(p) + half * (PLANE / 2));
         factors = load_shared4(smoothing + half * 16);
     }
 };
@@ -41,14 +41,14 @@ struct Half {
 // A tile: from plane words (this lane's row of plane 0) to codes. Row 8 t + `swapped(g)` of the codes is output 8 g + t, so that what half a warp
 // stores lies in different banks. stretch: of the lane's eight outputs. `room` is called when the codes need room, `read` when all plane words
 // have been read: those of the second half while the first are computed with.
-template <bool WIDE, typename Room, typename Read>
+template <int PLANES, typename Room, typename Read>
 __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, u32 ones, const u32 (&stretch)[2][4], u32 to, Room&& room, Read&& read) {
     constexpr u32 UPPER = 0xccccccccu;
     constexpr bool AHEAD = !STREAM || MULTIPLIERS == 1;  // if there are registers
     Half half;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        if (h == 0 || !AHEAD) half.load<WIDE>(from, smoothing, h);
+        if (h == 0 || !AHEAD) half.load<PLANES>(from, smoothing, h);
         u32 high[4][2], low[4][2];  // nibbles of outputs 0, 2, 4, 6; of 1, 3, 5, 7
         const u32 four[4] = {half.factors.x, half.factors.y, half.factors.z, half.factors.w};
         u32 by[4];
@@ -56,8 +56,8 @@ __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, 
         for (int i = 0; i < 4; ++i) {
             const u32 p0 = half.words[0][i], p1 = half.words[1][i];
             high[i][0] = chosen(p0 << 2, p1, UPPER), high[i][1] = chosen(p0, p1 >> 2, UPPER);
-            if constexpr (WIDE) {
-                const u32 p2 = half.words[2][i], p3 = half.words[3][i];
+            if constexpr (PLANES > 2) {
+                const u32 p2 = half.words[2][i], p3 = PLANES > 3 ? half.words[3][i] : 0;
                 low[i][0] = chosen(p2 << 2, p3, UPPER), low[i][1] = chosen(p2, p3 >> 2, UPPER);
             }
             by[i] = half2_mul(four[i], ratio);
@@ -65,14 +65,14 @@ __device__ __forceinline__ void expand_tile(u32 from, u32 smoothing, u32 ratio, 
         if (h == 1)
             read();
         else if (AHEAD)
-            half.load<WIDE>(from, smoothing, 1);
+            half.load<PLANES>(from, smoothing, 1);
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
             u32 done[4][2][2];  // of inputs, two each; of outputs odd, odd + 4; odd + 2, odd + 6
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                requantise<WIDE, false>(high[i][odd], low[i][odd], ones, by[i], stretch[0][odd], stretch[1][odd], done[i][0]);
-                requantise<WIDE, true>(high[i][odd], low[i][odd], ones, by[i], stretch[0][odd + 2], stretch[1][odd + 2], done[i][1]);
+                requantise<(PLANES > 2), false>(high[i][odd], low[i][odd], ones, by[i], stretch[0][odd], stretch[1][odd], done[i][0]);
+                requantise<(PLANES > 2), true>(high[i][odd], low[i][odd], ones, by[i], stretch[0][odd + 2], stretch[1][odd + 2], done[i][1]);
             }
             if (h == 0 && odd == 0) room();
 #pragma unroll

@@ -257,12 +257,17 @@ __device__ __forceinline__ void finish_range(const Args& args, int* sums, u32 he
 #pragma unroll
         for (int i = 0; i < 8; ++i) *(float2*)(turned + i * BLOCK) = u[i];
         __syncwarp();
-        u32 at = (row * stride + nt * 64 + 2 * lane) * 2;  // bytes in the block of rows, whose place is the same for all lanes
-#pragma unroll
-        for (int r = 0; r < 8; ++r) {
+        const u32 at = (row * stride + nt * 64 + 2 * lane) * 2;  // bytes in the block of rows, whose place is the same for all lanes
+        const auto store = [&](int r) {
             const u32 a = to_half(fmaf(low[r * ROW], low_factor, bias.x), XTYPE), b = to_half(fmaf(high[r * ROW], high_factor, bias.y), XTYPE);
-            if (row + r < share.rows) *(u32*)(y + at) = a | b << 16;
-            at += 2 * stride;
+            *(u32*)(y + at + r * 2 * stride) = a | b << 16;
+        };
+        if (row + 8 <= share.rows) {
+#pragma unroll
+            for (int r = 0; r < 8; ++r) store(r);
+        } else {
+#pragma unroll 1
+            for (int r = 0; row + r < share.rows; ++r) store(r);
         }
     }
 }
