@@ -10,7 +10,8 @@
 //
 // Set by the compiler's command line: XTYPE (0 bf16, 1 fp16, 2 float32), STAGES (ring depth), SUMS (1: also write the integer sums),
 // STREAM. Without it the CTAs of a cluster share a range of outputs (decode_cluster.cu); with it they share the whole weight evenly
-// (decode_stream.cu, decode_finish.cu). All this is for one and two rows; three and more take decode_dense.cu. With MEET there is only that.
+// (decode_stream.cu, decode_finish.cu). All this is for one and two rows; three and more take decode_dense.cu. With MEET there is only that,
+// and with LAUNCH, where a launch before it prepares the rows.
 
 #include "decode_rows.cu"
 
@@ -29,6 +30,7 @@
 #endif
 
 #include "decode_inputs.cu"
+#include "decode_multiply.cu"
 #include "decode_dense.cu"
 
 // The first bound sets the registers: 65536 / threads, so that enough warps are resident to hide each other's latencies.
@@ -36,7 +38,8 @@
     extern "C" __global__ void __launch_bounds__(THREADS) decode_##TILES##_##ROWS(const __grid_constant__ Args args) { \
         decode<__VA_ARGS__>(args);                                                                                    \
     }
-#if STREAM
+#if LAUNCH
+#elif STREAM
 KERNEL(8, 1, 768, 1)
 KERNEL(8, 2, 640, 2)
 #elif !MEET

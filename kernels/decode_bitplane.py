@@ -50,7 +50,7 @@ __all__ = ["DecodeWeight", "decode_linear", "decode_sums", "make_ready", "prepar
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_PARTS = ("ptx", "rows", "meet", "finish", "stream", "cluster", "inputs", "dense")
+_PARTS = ("ptx", "rows", "meet", "finish", "stream", "cluster", "inputs", "multiply", "dense")
 _HEADERS = (_SOURCE.with_name("ptx.cu"), *(_SOURCE.with_name(f"decode_{part}.cu") for part in _PARTS))
 _BIAS_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 #: Programmatic dependent launch: the kernel may be launched while its predecessor ends; it waits before it reads anything.
@@ -200,11 +200,16 @@ def self_check(device: torch.device, path: str) -> str | None:
 
 def _compile_cuda(device: torch.device, dtype: torch.dtype, config: DecodeConfig | StreamConfig) -> None:
     stream = isinstance(config, StreamConfig)
-    few = _module(device, dtype, config.stages, False, stream, False)
-    many = _module(device, dtype, config.stages, False, stream, True) if _meets(config) else few
     tiles = 8 if isinstance(config, StreamConfig) else config.tiles
+    few = _module(device, dtype, config.stages, False, stream, False, False)
     names = [(few, f"decode_{tiles}_{rows}") for rows in (1, 2)]
-    names += [(many, f"{kind}_{rows}") for kind in ("decode_dense", "prepare") for rows in (4, 8)]
+    for launch in {m >= config.launch_from for m in range(2, MAX_ROWS + 1)}:
+        many = _module(device, dtype, config.stages, False, stream, _meets(config), launch)
+        names += [
+            (many, f"{kind}_{rows}")
+            for kind in (("decode_dense", "prepare") if launch else ("decode_dense",))
+            for rows in (4, 8)
+        ]
     for module, name in names:
         kernel = module.kernel(name)
         if stream or "dense" in name:
@@ -281,10 +286,13 @@ def sums_room(device: torch.device, words: int) -> Tensor:
 
 
 @functools.cache
-def _module(device: torch.device, dtype: torch.dtype, stages: int, sums: bool, stream: bool, meet: bool) -> Module:
+def _module(
+    device: torch.device, dtype: torch.dtype, stages: int, sums: bool, stream: bool, meet: bool, launch: bool
+) -> Module:
     major, minor = torch.cuda.get_device_capability(device)
     architecture = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
-    flags = {"XTYPE": DTYPES.index(dtype), "STAGES": stages, "SUMS": int(sums), "STREAM": int(stream), "MEET": int(meet)}
+    flags = {"XTYPE": DTYPES.index(dtype), "STAGES": stages, "SUMS": int(sums), "STREAM": int(stream)}
+    flags |= {"MEET": int(meet), "LAUNCH": int(launch)}
     defines = [f"{name}={value}" for name, value in flags.items()]
     return Module(compile_cubin(_SOURCE, headers=_HEADERS, architecture=architecture, defines=defines), device)
 
@@ -307,7 +315,11 @@ def _launch_cuda(
         bias_type=_BIAS_TYPES[bias.dtype] if bias is not None else 0,
     )  # fmt: skip
     stream = isinstance(config, StreamConfig)
-    module = _module(x.device, x.dtype, config.stages, sums is not None, stream, _meets(config) and args.rows > 2)
+    many = args.rows > 2
+    if isinstance(config, StreamConfig) and not many:
+        many = not stream_geometry(args.rows, args.n_tiles, args.k_tiles, config, multiprocessors(x.device)).few
+    launch = many and args.rows >= config.launch_from
+    module = _module(x.device, x.dtype, config.stages, sums is not None, stream, many and _meets(config), launch)
     if isinstance(config, StreamConfig):
         _launch_stream(args, module, x, w, out, config)
         return

@@ -2,9 +2,9 @@
 //
 // With so many rows nearly every channel is wanted by one. A CTA of eight warps streams the planes of its items (512 outputs x 64 inputs)
 // in their order through one ring in shared memory, which a ninth warp fills; a warp multiplies one of an item's eight tiles.
-// `ldmatrix.trans` gives a lane two channels' halves of one word, and `& (3 << 2j)` is output j of a byte's four, scaled by 4^j. All planes are
-// read whole. The rows are quantised by these warps before they begin, or by a small launch before (decode_inputs.cu) and then read with each
-// item.
+// `ldmatrix.trans` gives a lane two channels' halves of one word, and `& (3 << 2j)` is output j of a byte's four, scaled by 4^j. Planes
+// are read whole, but for plane 3 where few of an item's inputs are wanted (`Few`). The rows are quantised by these warps before they begin, or by a
+// small launch before (decode_inputs.cu) and then read with each item.
 //
 // Warps do not wait for each other: each item has a barrier that tells when its bytes are there, and one that tells when all warps are through
 // with it, so that its place in the ring may be filled again.
@@ -14,59 +14,13 @@ constexpr int WARPS = 8, THREADS = 32 * (WARPS + 1);  // and one that reads
 // What a CTA keeps of its part of the weight at an item.
 struct __align__(16) Item {
     u32 at, rows;     // addresses where it lies (planes 0 and 1, planes 2 and 3, rows of a launch), and where its rows lie
-    u32 flags, bytes; // of the ring
+    u32 some, bytes;  // whether of plane 3 only the inputs of `few` are read; bytes of the ring
     u32 kt, index;    // input tile; number in `meta`
-    u32 ext, tiles;   // of planes 2 and 3: first unit, number of tiles in both
+    u32 ext, flags;   // first unit of planes 2 and 3; from bit 8 on number of tiles in plane 2, from bit 16 on in plane 3
+    Few few;
     uint4 tile[8];    // factor; of planes 2 and 3 offset of the tile + 65536 x bytes to the next input, or 0; class x bytes of `centre`
 };
 constexpr u32 CHAIN_ENDS = 1, SUM_ENDS = 2, THERE = 4, BLOCK_ENDS = 8;
-
-// Adds one plane of a tile, 64 inputs x 64 outputs. from: this lane's row of the plane in shared memory; step: bytes to 32 inputs further.
-// Sums are of fields up to j: output j is a difference of two, and the last one needs no mask.
-//
-// Eight rows: two `prmt` make of two registers one with four channels for each of two bytes, and all columns of the tensor core carry rows.
-// sum: [j][2 upper + column]
-template <bool FIRST>
-__device__ __forceinline__ void multiply_plane(int (&sum)[4][4], u32 from, u32 step, const Activations<8>& b) {
-    u32 r[2][4];
-    load_transposed(r[0], from);
-    load_transposed(r[1], from + step);
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) sum[j][k] = FIRST ? 0 : 4 * sum[j][k];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const u32 a0 = __byte_perm(r[half][0], r[half][1], 0x6420), a1 = __byte_perm(r[half][0], r[half][1], 0x7531);
-        const u32 a2 = __byte_perm(r[half][2], r[half][3], 0x6420), a3 = __byte_perm(r[half][2], r[half][3], 0x7531);
-        const u32 b0 = b.word[2 * half], b1 = b.word[2 * half + 1];
-        mma<true>(sum[0], a0 & 0x03030303u, a1 & 0x03030303u, a2 & 0x03030303u, a3 & 0x03030303u, b0, b1);
-        mma<true>(sum[1], a0 & 0x0f0f0f0fu, a1 & 0x0f0f0f0fu, a2 & 0x0f0f0f0fu, a3 & 0x0f0f0f0fu, b0, b1);
-        mma<true>(sum[2], a0 & 0x3f3f3f3fu, a1 & 0x3f3f3f3fu, a2 & 0x3f3f3f3fu, a3 & 0x3f3f3f3fu, b0, b1);
-        mma<true>(sum[3], a0, a1, a2, a3, b0, b1);
-    }
-}
-
-// Four rows: registers stay as they are, channels' lower bytes meet the rows in columns 0 to 3, upper bytes in columns 4 to 7, and the two halves of A's
-// rows take two masks. sum: [j / 2][2 (j & 1) + column]
-template <bool FIRST>
-__device__ __forceinline__ void multiply_plane(int (&sum)[2][4], u32 from, u32 step, const Activations<4>& b) {
-    u32 r[2][4];
-    load_transposed(r[0], from);
-    load_transposed(r[1], from + step);
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) sum[j][k] = FIRST ? 0 : 4 * sum[j][k];
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int q = 0; q < 4; q += 2) {
-            const u32 r0 = r[half][q], r1 = r[half][q + 1], b0 = b.word[4 * half + q], b1 = b.word[4 * half + q + 1];
-            mma<true>(sum[0], r0 & 0x03030303u, r0 & 0x0f0f0f0fu, r1 & 0x03030303u, r1 & 0x0f0f0f0fu, b0, b1);
-            mma<true>(sum[1], r0 & 0x3f3f3f3fu, r0, r1 & 0x3f3f3f3fu, r1, b0, b1);
-        }
-}
 
 // Planes 0 and 1 of an item take so many; planes 2 and 3 lie behind them as in memory. Places begin on 1024 bytes: so the tensor copy's
 // swizzle is `tile ^ input & 7`.
@@ -82,80 +36,99 @@ struct DenseArgs {
 // Items that are asked for before the rows: more, and these, and the tables of CTAs that begin late, would queue behind the weights.
 constexpr int BEFORE_ROWS = 2;
 
-// The lane that reads the weight, and rows of a launch with each item. Planes 0 and 1 of the first item are asked for already.
+// The warp that reads the weight, and rows of a launch with each item: one lane of it, but all where of plane 3 few inputs are wanted. Planes 0 and 1 of the
+// first item are asked for already.
 template <int ROWS>
 struct Reader {
     const DenseArgs& dense;
     Item* items;
     u32 ring, full, done;
+    int lane;
     u32 end = 0;  // of the newest item in the ring
     int oldest = 0;
 
-    // Planes of items from one number to another; with their rows, or these (and plane 3) come later.
-    __device__ __forceinline__ void read(int from, int to, bool rows) {
+    // Of few inputs of plane 3 a lane copies a tile of every fourth one, in units of 16 bytes.
+    struct Units {
+        u32 from[FEW / 4];  // from `codes` on, 0 for none
+        u32 to, step;       // from the item's place on, bytes
+    };
+    __device__ __forceinline__ Units units_of(const Item& item, u32 ext, u32 tiles2, u32 tiles3) const {
+        const uint4 few = *(const uint4*)&item.few;
+        const u32 words[FEW / 4] = {few.x, few.y, few.z, few.w}, tile = lane & 7, fourth = lane >> 3, from = ext + tiles2 * 64 + tile;
+        Units o;
+#pragma unroll
+        for (int k = 0; k < FEW / 4; ++k) {
+            const u32 byte = words[k] >> 8 * fourth & 255;
+            o.from[k] = byte >= USED && tile < tiles3 ? from + (byte & 63) * tiles3 : 0;
+        }
+        o.to = DENSE_BYTES + tiles2 * 1024 + (fourth * tiles3 + tile) * 16;
+        o.step = tiles3 * 64;
+        return o;
+    }
+    __device__ __forceinline__ void read_units(const Units& units, u32 place, u32 barrier) const {
+#pragma unroll
+        for (int k = 0; k < FEW / 4; ++k)
+            if (units.from[k]) copy_unit(place + units.to + k * units.step, dense.args.codes + (u64)units.from[k] * 16);
+        barrier_awaits_copies(barrier);
+        __syncwarp();
+    }
+
+    // Planes of an item, where `third` is false without plane 3; with its rows, or these come later, and tell that nothing more will.
+    // With LAUNCH by all lanes, otherwise by one.
+    __device__ __forceinline__ void read(int i, bool third, bool rows) {
         const Args& args = dense.args;
-#pragma unroll 1
-        for (int i = from; i < to; ++i) {
-            Item& item = items[i];
-            const u32 bytes = item.bytes, to_byte = end + bytes > args.ring ? 0 : end, place = ring + to_byte, barrier = full + 8 * i;
-            for (; oldest < i; ++oldest) {  // until enough of the ring is free
-                const u32 held = items[oldest].at - ring;
-                if (end > held ? to_byte > 0 || bytes <= held : to_byte == end && to_byte + bytes <= held) break;
-                barrier_wait(done + 8 * oldest);
-            }
-            end = to_byte + bytes;
+        Item& item = items[i];
+        const uint4 words = *(const uint4*)&item.kt;  // kt, index, ext, flags: all that does not need a place, before one is waited for
+        const u32 flags = words.w, tiles2 = flags >> 8 & 255, tiles3 = flags >> 16, bytes = item.bytes, to_byte = end + bytes > args.ring ? 0 : end;
+        const u32 place = ring + to_byte, barrier = full + 8 * i, few = LAUNCH && third && item.some, to_rows = place + bytes - ROWS_BYTES<ROWS>;
+        const u32 more = (third && !few ? tiles2 + tiles3 : tiles2) * 1024, row = words.y * 128;
+        const u8 *codes = args.codes + (u64)words.z * 16, *prepared = args.prepared + (u64)words.x * sizeof(Prepared<ROWS>);
+        Units units;
+        if (few) units = units_of(item, words.z, tiles2, tiles3);
+        for (; oldest < i; ++oldest) {  // until enough of the ring is free
+            const u32 held = items[oldest].at - ring;
+            if (end > held ? to_byte > 0 || bytes <= held : to_byte == end && to_byte + bytes <= held) break;
+            barrier_wait(done + 8 * oldest);
+        }
+        end = to_byte + bytes;
+        if (!LAUNCH || lane == 0) {
             item.at = place;
-            if (args.prepared) item.rows = place + bytes - ROWS_BYTES<ROWS>;
-            if (!(item.flags & THERE)) continue;
-            const u32 tiles = item.tiles;
-            barrier_arrive_expect(barrier, (i ? DENSE_BYTES : 0) + tiles * 1024);
-            if (i) copy_box(place, dense.planes, 0, item.index * 128, barrier);
-            if (tiles) copy_bulk(place + DENSE_BYTES, args.codes + (u64)item.ext * 16, tiles * 1024, barrier);
-            if (rows) read_rows(i);
+            if (LAUNCH) item.rows = to_rows;
+            if (flags & THERE) {
+                const u32 expected = (i ? DENSE_BYTES : 0) + more;
+                if (LAUNCH)
+                    barrier_expect(barrier, expected);
+                else
+                    barrier_arrive_expect(barrier, expected);
+                if (i) copy_box(place, dense.planes, 0, row, barrier);
+                if (more) copy_bulk(place + DENSE_BYTES, codes, more, barrier);
+            }
+        }
+        if (LAUNCH) __syncwarp();
+        if (!(flags & THERE)) return;
+        if (few) read_units(units, place, barrier);
+        if (LAUNCH && rows && lane == 0) {
+            barrier_arrive_expect(barrier, sizeof(Prepared<ROWS>));
+            copy_bulk(to_rows, prepared, sizeof(Prepared<ROWS>), barrier);
         }
     }
-
-    __device__ __forceinline__ void read_rows(int i) {
-        const Args& args = dense.args;
+    // What `read` left of an item: of plane 3, and then rows.
+    __device__ __forceinline__ void read_third(int i) {
         const Item& item = items[i];
+        const u32 tiles2 = item.flags >> 8 & 255, tiles3 = item.flags >> 16, barrier = full + 8 * i;
         if (!(item.flags & THERE)) return;
+        if (item.some)
+            read_units(units_of(item, item.ext, tiles2, tiles3), item.at, barrier);
+        else if (lane == 0 && tiles3) {
+            barrier_expect(barrier, tiles3 * 1024);
+            copy_bulk(item.at + DENSE_BYTES + tiles2 * 1024, dense.args.codes + (u64)(item.ext + tiles2 * 64) * 16, tiles3 * 1024, barrier);
+        }
+    }
+    __device__ __forceinline__ void read_rows(int i) {
+        const Item& item = items[i];
+        if (lane || !(item.flags & THERE)) return;
         barrier_arrive_expect(full + 8 * i, sizeof(Prepared<ROWS>));
-        copy_bulk(item.rows, args.prepared + (u64)item.kt * sizeof(Prepared<ROWS>), sizeof(Prepared<ROWS>), full + 8 * i);
-    }
-};
-
-// What a lane keeps of a tile's sums. Of eight rows: outputs 8g + 4 upper + j of rows 2c and 2c + 1, [j][upper][row]; of four: outputs
-// 8g + 4 (c / 2) + j of rows 2 (c & 1) and one more, [j][row].
-template <int ROWS>
-struct Sums {
-    static constexpr int N = 2 * ROWS, UPPERS = ROWS / 4;
-    float v[N];
-
-    static __device__ __forceinline__ constexpr int number(int j, int upper, int row) { return (j * UPPERS + upper) * 2 + row; }
-    __device__ __forceinline__ void set(float to) {
-#pragma unroll
-        for (int k = 0; k < N; ++k) v[k] = to;
-    }
-    __device__ __forceinline__ void add(const Sums& more) {
-#pragma unroll
-        for (int k = 0; k < N; ++k) v[k] += more.v[k];
-    }
-    // store(row & 1, offset of four outputs in a tile's row), in the order of `finish` and `finish_tasks`
-    template <typename Store>
-    __device__ __forceinline__ void store(int lane, Store&& to) const {
-        const int g = lane >> 2, upper = lane >> 1 & 1, base = (g >> 1) * 16 + (g & 1) * 4;
-#pragma unroll
-        for (int row = 0; row < 2; ++row)
-            if constexpr (ROWS == 8) {
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-                    to(row, base + h * 8, make_float4(v[number(2 * h, 0, row)], v[number(2 * h, 1, row)], v[number(2 * h + 1, 0, row)], v[number(2 * h + 1, 1, row)]));
-            } else {  // a lane has all j of one `upper`: half of them for half of the neighbour's
-                float other[2];
-#pragma unroll
-                for (int z = 0; z < 2; ++z) other[z] = __shfl_xor_sync(FULL, upper ? v[number(z, 0, row)] : v[number(2 + z, 0, row)], 2);
-                to(row, base + upper * 8, upper ? make_float4(other[0], v[number(2, 0, row)], other[1], v[number(3, 0, row)]) : make_float4(v[number(0, 0, row)], other[0], v[number(1, 0, row)], other[1]));
-            }
+        copy_bulk(item.rows, dense.args.prepared + (u64)item.kt * sizeof(Prepared<ROWS>), sizeof(Prepared<ROWS>), full + 8 * i);
     }
 };
 
@@ -187,11 +160,10 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
     const int first_kt = rank * args.parts * args.warps_k, tasks_here = (args.rows * 8 + ctas - 1) / ctas;
     const u32 received_bytes = args.splits * tasks_here * 256;
     float* received = (float*)(shared + args.ring);  // [splits][tasks_here][64]
-    cluster_started();  // nobody may send to a CTA that has not
 #endif
     Prepared<ROWS>* inputs = (Prepared<ROWS>*)(shared + args.ring + received_bytes);
-    Item* items = (Item*)(args.prepared ? inputs : inputs + args.most_items);
-    const u32 full = shared_address(items + args.most_items), done = full + 8 * args.most_items, known = done + 8 * args.most_items;
+    Item* items = (Item*)(LAUNCH ? inputs : inputs + args.most_items);
+    const u32 full = shared_address(items + args.most_items), done = full + 8 * args.most_items, known = done + 8 * args.most_items, sums_here = known + 16;
     MARK(0);
     auto input_tile = [&](int i) {
 #if STREAM
@@ -216,18 +188,27 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
     if (warp == WARPS) {
         if (lane == 0) prefetch_map(dense.planes);
         for (int i = lane; i < count; i += 32) {
-            barrier_init(full + 8 * i, args.prepared ? 2 : 1);
+            barrier_init(full + 8 * i, 1);
             barrier_init(done + 8 * i, WARPS);
         }
         if (lane < 2) barrier_init(known + 8 * lane, WARPS);
+        if (lane == 2) barrier_init(sums_here, 1);
         barriers_are_ready();
         __syncwarp();
+#if !SPREAD
+        if (lane == 0) barrier_arrive_expect(sums_here, (args.rows * 8 + ctas - 1 - rank) / ctas * args.splits * 256);
+        cluster_started();  // nobody may send to a CTA that has not
+#endif
         const int kt = input_tile(0);
         if (lane == 0 && kt < args.k_tiles) {  // the first load needs nothing but a number
             barrier_expect(full, DENSE_BYTES);
             copy_box(ring, dense.planes, 0, number(0, kt) * 128, full);
         }
     }
+#if !SPREAD
+    else
+        cluster_started();
+#endif
     for (int task = tid; task < count * 8; task += THREADS) {
         const int i = task >> 3, tile = task & 7, kt = input_tile(i);
         const u32 index = number(i, kt);
@@ -248,8 +229,8 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
         item.kt = kt;
         item.index = index;
         item.ext = meta.x;
-        item.tiles = tiles2 + tiles3;
-        item.bytes = there ? DENSE_BYTES + 1024 * (tiles2 + tiles3) + (args.prepared ? ROWS_BYTES<ROWS> : 0) : 0;
+        item.some = 0;
+        item.bytes = there ? DENSE_BYTES + 1024 * (tiles2 + tiles3) + (LAUNCH ? ROWS_BYTES<ROWS> : 0) : 0;
         u32 flags = there ? THERE : 0;
 #if STREAM
         const int chains = min((int)args.chains, count);
@@ -268,34 +249,60 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
         const u32 run = divide_by(i + 1, args.of_run);
         if (run * args.tiles_per_warp == i + 1) flags |= divide_by(run, args.of_warps) * args.warps_k == run ? CHAIN_ENDS | SUM_ENDS : CHAIN_ENDS;
 #endif
-        item.flags = flags;
+        item.flags = flags | tiles2 << 8 | tiles3 << 16;
     }
     __syncthreads();
     MARK(1);
 #if SPREAD
-    Place* places = (Place*)((u8*)(items + args.most_items) + 16 * args.most_items + 16);
+    Place* places = (Place*)((u8*)(items + args.most_items) + 16 * args.most_items + 32);
 #else
     // of the first output tile that this warp finishes
     const u32 codes = warp < WARPS && warp * ctas + rank < args.rows * 8 ? transform_codes(args, block * 8 + (warp * ctas + rank) % 8, lane) : 0x10000;
 #endif
     if (warp == WARPS) {
-        Reader<ROWS> reader{dense, items, ring, full, done};
+        Reader<ROWS> reader{dense, items, ring, full, done, lane};
         int early = 0;
         for (u32 end = 0; early < min(count, BEFORE_ROWS) && (end += items[early].bytes) <= args.ring;) ++early;
-        if (lane == 0) reader.read(0, early, false);
+        if (LAUNCH || lane == 0)
+#pragma unroll 1
+            for (int i = 0; i < early; ++i) reader.read(i, true, false);
         __syncwarp();
         wait_for_inputs();
         let_next_start();
 #if SPREAD
         say_started(args, first_block, last_block, lane);
 #endif
-        if (lane == 0) {
-            if (args.prepared)
+        if constexpr (LAUNCH) {
+            auto few_at = [&](int i) {
+                const bool there = i < count && items[i].flags & THERE;
+                return there ? *(const uint4*)&((const Prepared<ROWS>*)args.prepared)[items[i].kt].few : make_uint4(WHOLE * 0x01010101u, 0, 0, 0);
+            };
+            uint4 words = few_at(lane);
 #pragma unroll 1
-                for (int i = 0; i < early; ++i) reader.read_rows(i);
-            else
-                barrier_wait(known + 8);
-            reader.read(early, count, args.prepared);
+            for (int i = 0; i < early; ++i) reader.read_rows(i);
+            if (early < count) reader.read(early, false, false);  // while it still asks which inputs of plane 3 are wanted
+#pragma unroll 1
+            for (int i = lane; i < count; i += 32) {
+                if (i >= 32) words = few_at(i);
+                const Few few{words.x, words.y, words.z, words.w};
+                if (i < early || few.whole()) continue;
+                Item& item = items[i];
+                item.few = few;
+                item.some = 1;
+                const u32 tiles3 = item.flags >> 16;
+                if (i > early) item.bytes -= (tiles3 * 1024 - tiles3 * few.count() * 16) & ~1023u;
+            }
+            __syncwarp();
+            if (early < count) {
+                reader.read_third(early);
+                reader.read_rows(early);
+            }
+#pragma unroll 1
+            for (int i = early + 1; i < count; ++i) reader.read(i, true, true);
+        } else if (lane == 0) {
+            barrier_wait(known + 8);
+#pragma unroll 1
+            for (int i = early; i < count; ++i) reader.read(i, true, false);
         }
         __syncwarp();
 #if SPREAD
@@ -307,7 +314,7 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
         cluster_wait();
 #endif
     } else {
-        if (!args.prepared) {
+        if constexpr (!LAUNCH) {
             wait_for_inputs();
             const Preparation<ROWS> preparation(args, lane);
             auto there = [&](int i) { return i < count && items[i].flags & THERE; };
@@ -342,11 +349,12 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
         constexpr float NONE = -0.f;  // the kernel for one and two rows begins with the first chain
 #endif
 #if !SPREAD
-        u32 to[2];  // where the sums of two rows go, as `finish_tasks` wants them
+        u32 to[2], to_tell[2];  // where the sums of two rows go, as `finish_tasks` wants them, and the barrier there
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const int task = (first_row + row) * 8 + warp;
             to[row] = address_in(shared_address(received + (rank * args.parts * tasks_here + task / ctas) * 64), task % ctas);
+            to_tell[row] = address_in(sums_here, task % ctas);
         }
         cluster_wait();
 #endif
@@ -360,6 +368,7 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
                 const uint4 tile = items[i].tile[warp];
                 barrier_wait(full + 8 * i);
                 const u32 at = items[i].at;
+                [[maybe_unused]] const u32 some = items[i].some;
                 const Prepared<ROWS>& input = *(const Prepared<ROWS>*)(shared + (items[i].rows - ring));
                 const uint4 extra = input.wanted;
                 int sum[ROWS / 2][4];
@@ -372,7 +381,14 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
                     unit = 8.f;
                     if (tile.z && (extra.z | extra.w)) {
                         const u32 pitch3 = tile.z >> 16;
-                        multiply_plane<false>(sum, at + (tile.z & 0xffff) + lane * pitch3, pitch3 * 32, Activations<ROWS>(input, 3, lane));
+                        const u32 at3 = at + (tile.z & 0xffff);
+#if LAUNCH
+                        if (some || !input.few.whole()) {
+                            const int row = lane & (FEW - 1);
+                            multiply_few(sum, at3 + (some ? row : ((const u8*)input.few.word)[row] & 63) * pitch3, input, lane);
+                        } else
+#endif
+                            multiply_plane<false>(sum, at3 + lane * pitch3, pitch3 * 32, Activations<ROWS>(input, 3, lane));
                         unit = 2.f;
                     }
                 }
@@ -419,7 +435,7 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
                 if (flags & BLOCK_ENDS) ++block;
 #else
                 total.store(lane, [&](int row, int offset, float4 sums) {
-                    if (first_row + row < args.rows) store_cluster(to[row] + offset * 4, sums);
+                    if (first_row + row < args.rows) send(to[row] + offset * 4, sums, to_tell[row]);
                 });
                 to[0] += tasks_here * 256;
                 to[1] += tasks_here * 256;
@@ -432,8 +448,7 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
 #if SPREAD
     exchange<ROWS>(args, places, first_block, last_block, &items[0].index);
 #else
-    cluster_arrive();
-    cluster_wait();
+    if (warp < WARPS) barrier_wait_cluster(sums_here);
     finish_tasks(args, received, ctas, rank, 8, block * 8, codes, WARPS);
 #endif
     MARK(7);
@@ -442,7 +457,12 @@ __device__ __forceinline__ void decode_dense(const DenseArgs& dense) {
 #define DENSE(ROWS)                                                                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) decode_dense_##ROWS(const __grid_constant__ DenseArgs args) {      \
         decode_dense<ROWS>(args);                                                                                              \
-    }                                                                                                                          \
-    extern "C" __global__ void __launch_bounds__(32 * ROWS) prepare_##ROWS(const __grid_constant__ Args args) { prepare<ROWS>(args); }
+    }
 DENSE(4)
 DENSE(8)
+#if LAUNCH
+#define PREPARE(ROWS) \
+    extern "C" __global__ void __launch_bounds__(32 * ROWS) prepare_##ROWS(const __grid_constant__ Args args) { prepare<ROWS>(args); }
+PREPARE(4)
+PREPARE(8)
+#endif

@@ -1,32 +1,60 @@
 // Part of decode_bitplane.cu: the activations of three to eight rows, as decode_dense.cu reads them. Included there.
 
-// An input tile of all rows, as the tensor core wants it: INT8 activations, zero where their level does not want the plane. Of eight rows,
-// byte 2b + e of word [plane][row][c][2 half + q] is that of input 32 half + 16 q + 8 b + 2 c + e; of four rows, byte 2e of word
-// [plane][0][half][row][c][2q + b] and byte 2e + 1 of [plane][1][half][row][c][2q + b], beside zeros.
+// With LAUNCH, of an input tile: the inputs of which some row wants plane 3, if they are at most so many: plane 3 of `Prepared` has these alone, in their order. Bytes: USED
+// and the number of an input, or UNUSED; or all WHOLE.
+constexpr u32 FEW = 16, USED = 0xc0, UNUSED = 0x80, WHOLE = 0xbf;
+struct __align__(16) Few {
+    u32 word[FEW / 4];
+
+    __device__ __forceinline__ bool whole() const { return word[0] == WHOLE * 0x01010101u; }
+    __device__ __forceinline__ u32 count() const {
+        u32 n = 0;
+#pragma unroll
+        for (int i = 0; i < FEW / 4; ++i) n += __popc(word[i] & 0x40404040u);
+        return n;
+    }
+};
+
+// An input tile of all rows: INT8 activations, zero where their level does not want the plane. Byte 2b + e of word [plane][0][0][row][c][2 half + q] is that
+// of input 32 half + 16 q + 8 b + 2 c + e. Four rows lie as the tensor core wants them, where no launch prepares them: byte 2e of word
+// [plane][half][0][row][c][2q + b] and byte 2e + 1 of [plane][half][1][row][c][2q + b], beside zeros. In a ring less is more.
 template <int ROWS>
 struct __align__(16) Prepared {
-    static constexpr int VARIANTS = ROWS == 8 ? 1 : 2;
-    u32 word[4][VARIANTS][VARIANTS][ROWS][4][4];
+    static constexpr int COPIES = ROWS == 8 || LAUNCH ? 1 : 2;
+    u32 word[4][COPIES][COPIES][ROWS][4][4];
     float scale[ROWS];      // of the activations
     float centre[4][ROWS];  // sum of q * (doubled midpoint minus zero point) in steps of 8-bit codes, per class of tiles (2, 4, 6, 8 bits)
     uint4 wanted;           // of planes 2 and 3, two words each: the inputs that some row wants
+#if LAUNCH
+    Few few;
+#endif
 };
 
+// Of a word of four rows the two that the tensor core wants: bytes beside zeros, in the upper of two bytes for a lane from 16 on.
+__device__ __forceinline__ uint2 spread(u32 word, int lane) {
+    return make_uint2(__byte_perm(word, 0, lane & 16 ? 0x1404 : 0x4140), __byte_perm(word, 0, lane & 16 ? 0x3424 : 0x4342));
+}
+
 // A plane's operand of the tensor core: of eight rows two of 32 inputs, of four rows four of 16, each of two words. A lane from 16 on has rows of four in
-// the upper bytes.
+// the upper of two bytes, others in the lower ones, beside zeros.
 template <int ROWS>
 struct Activations {
     u32 word[ROWS == 8 ? 4 : 8];
 
     __device__ __forceinline__ Activations(const Prepared<ROWS>& input, int plane, int lane) {
-        const uint4* from = (const uint4*)input.word[plane] + (ROWS == 8 ? lane : lane + (lane & 16));
+        constexpr int COPIES = Prepared<ROWS>::COPIES;
 #pragma unroll
-        for (int half = 0; half < Prepared<ROWS>::VARIANTS; ++half) {
-            const uint4 four = from[half * 16];
-            word[4 * half] = four.x;
-            word[4 * half + 1] = four.y;
-            word[4 * half + 2] = four.z;
-            word[4 * half + 3] = four.w;
+        for (int half = 0; half < COPIES; ++half) {
+            const uint4 four = ((const uint4*)input.word[plane][half])[ROWS == 4 && LAUNCH ? lane & 15 : lane];
+            const u32 held[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if constexpr (ROWS == 4 && LAUNCH) {
+                    const uint2 both = spread(held[i], lane);
+                    word[2 * i] = both.x;
+                    word[2 * i + 1] = both.y;
+                } else
+                    word[4 * half + i] = held[i];
         }
     }
 };
@@ -35,9 +63,8 @@ struct Activations {
 template <int ROWS>
 __device__ __forceinline__ void prepare(const Args& args) {
     __shared__ Prepared<ROWS> tile;
+    __shared__ uint4 wanted[ROWS];
     const int lane = threadIdx.x & 31, m = threadIdx.x >> 5, kt = blockIdx.x;
-    u32* wanted = (u32*)&tile.wanted;
-    if (threadIdx.x < 4) wanted[threadIdx.x] = 0;
     let_next_start();  // its weights may be on their way meanwhile
     wait_for_inputs();
     float t4[4];
@@ -48,32 +75,53 @@ __device__ __forceinline__ void prepare(const Args& args) {
         const long long at = m * args.x_stride + kt * 64 + lane;
         v = make_float2(load_x(args.x, at), load_x(args.x, at + 32));
     }
-    __syncthreads();
     const Quantised o = quantise_row(v, largest_of(v), t4, lane);
     if (lane < 4) {
         tile.centre[lane][m] = (float)o.centre;
         tile.scale[m] = o.scale;
     }
-    const int b = lane >> 3 & 1, c = lane >> 1 & 3, q = lane >> 4, e = lane & 1;
-    u8* to = ROWS == 8 ? (u8*)&tile.word[0][0][0][m][c][q] + 2 * b + e : (u8*)&tile.word[0][0][0][m][c][2 * q + b] + 2 * e;
+    auto store = [&](int p, int input, u32 value) {
+        const int b = input >> 3 & 1, c = input >> 1 & 3, q = input >> 4 & 1, e = input & 1, half = input >> 5;
+        ((u8*)&tile.word[p][0][0][m][c][2 * half + q])[2 * b + e] = (u8)value;
+    };
+    u32 low_q = 0, high_q = 0, low = 0, high = 0;  // at last, of plane 3; inputs 32 on are the high ones
+    uint4 some;
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-        const u32 low_q = o.l0 > p ? o.q0 & 255 : 0, high_q = o.l1 > p ? o.q1 & 255 : 0;  // the latter 32 inputs on
-        if (ROWS == 8) {
-            to[512 * p] = (u8)low_q;
-            to[512 * p + 8] = (u8)high_q;
-        } else {
-#pragma unroll
-            for (int upper = 0; upper < 2; ++upper) {
-                *(u16*)(to + 1024 * p + 512 * upper) = (u16)(low_q << (8 * upper));
-                *(u16*)(to + 1024 * p + 512 * upper + 256) = (u16)(high_q << (8 * upper));
-            }
+        low_q = o.l0 > p ? o.q0 & 255 : 0, high_q = o.l1 > p ? o.q1 & 255 : 0;
+        if (p < 3) {
+            store(p, lane, low_q);
+            store(p, lane + 32, high_q);
         }
-        if (p < 2) continue;
-        const u32 low = __ballot_sync(FULL, o.l0 > p), high = __ballot_sync(FULL, o.l1 > p);
-        if (lane == 0 && m < args.rows) {
-            atomicOr(wanted + 2 * p - 4, low);
-            atomicOr(wanted + 2 * p - 3, high);
+        low = __ballot_sync(FULL, o.l0 > p), high = __ballot_sync(FULL, o.l1 > p);
+        if (p == 2) some.x = low, some.y = high;
+    }
+    some.z = low, some.w = high;
+    if (lane == 0) wanted[m] = m < args.rows ? some : make_uint4(0, 0, 0, 0);
+    __syncthreads();
+    some = wanted[0];
+#pragma unroll
+    for (int row = 1; row < ROWS; ++row) {
+        const uint4 more = wanted[row];
+        some = make_uint4(some.x | more.x, some.y | more.y, some.z | more.z, some.w | more.w);
+    }
+    if (threadIdx.x == 0) tile.wanted = some;
+    const u32 of_low = __popc(some.z), count = of_low + __popc(some.w), below = (1u << lane) - 1;
+    u8* list = (u8*)tile.few.word;
+    if (count > FEW) {
+        store(3, lane, low_q);
+        store(3, lane + 32, high_q);
+        if (m == 0 && lane < FEW) list[lane] = WHOLE;
+    } else {
+        const u32 low_at = __popc(some.z & below), high_at = of_low + __popc(some.w & below);
+        const bool in_low = some.z >> lane & 1, in_high = some.w >> lane & 1, in_none = lane >= count && lane < FEW;
+        if (in_low) store(3, low_at, low_q);
+        if (in_high) store(3, high_at, high_q);
+        if (in_none) store(3, lane, 0);
+        if (m == 0) {
+            if (in_low) list[low_at] = USED | lane;
+            if (in_high) list[high_at] = USED | 32 | lane;
+            if (in_none) list[lane] = UNUSED;
         }
     }
     __syncthreads();
@@ -151,9 +199,9 @@ struct Preparation {
                 *(uint4*)tile.word[p][0][0][row][c] = make_uint4(graded[0], graded[1], graded[2], graded[3]);
             else
 #pragma unroll
-                for (int upper = 0; upper < Prepared<ROWS>::VARIANTS; ++upper) {
+                for (int upper = 0; upper < Prepared<ROWS>::COPIES; ++upper) {
                     const u32 first = upper ? 0x1404 : 0x4140, second = upper ? 0x3424 : 0x4342;
-                    *(uint4*)tile.word[p][upper][ROWS == 8 ? 0 : half][row][c] =
+                    *(uint4*)tile.word[p][ROWS == 8 ? 0 : half][upper][row][c] =
                         make_uint4(__byte_perm(graded[0], 0, first), __byte_perm(graded[0], 0, second), __byte_perm(graded[1], 0, first), __byte_perm(graded[1], 0, second));
                 }
         }

@@ -29,6 +29,17 @@ __device__ __forceinline__ u32 address_in(u32 at, u32 rank) {
 __device__ __forceinline__ void store_cluster(u32 at, float4 v) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
+// The same, and the barrier there, of the same CTA, counts the bytes.
+__device__ __forceinline__ void send(u32 at, float4 v, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
+}
+// `barrier_wait` for what other CTAs of the cluster send.
+__device__ __forceinline__ void barrier_wait_cluster(u32 at) {
+    u32 done;
+    do {
+        asm volatile("{.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(at) : "memory");
+    } while (!done);
+}
 __device__ __forceinline__ void cluster_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
 // Orders this thread's accesses to global memory before and after it, for all threads of the GPU.
@@ -59,6 +70,16 @@ __device__ __forceinline__ u32 above_halves(u32 a, u32 b, int type) {
     else
         asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
+}
+
+// 16 bytes.
+__device__ __forceinline__ void copy_unit(u32 to, const u8* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
+// Has the barrier wait for this thread's copies by `copy_unit`, beside those that it waits for already.
+__device__ __forceinline__ void barrier_awaits_copies(u32 at) { asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(at) : "memory"); }
+
+// `load_transposed` of two matrices.
+__device__ __forceinline__ void load_transposed(u32 (&r)[2], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(at));
 }
 
 // Keeps a value in registers instead of computing it again.

@@ -18,6 +18,9 @@
 #define MEET 0
 #endif
 #define SPREAD (STREAM || MEET)
+#ifndef LAUNCH
+#define LAUNCH 0
+#endif
 
 struct True { static constexpr bool value = true; };
 struct False { static constexpr bool value = false; };
@@ -37,7 +40,7 @@ struct Args {
     int rows, n_tiles, k_tiles, tiles_per_warp, splits, warps_k, bias_type;
     int parts;               // decode_dense.cu: of the splits, those of a CTA; with STREAM and one row, of the stretches
     u32 ring, most_items;    // decode_dense.cu: bytes; items of a CTA
-    u8* prepared;            // decode_dense.cu: [k_tiles] `Prepared`, made by a launch before; or null
+    u8* prepared;            // decode_dense.cu: [k_tiles] `Prepared`, made by a launch before, with LAUNCH
     // the rest only with STREAM, or MEET (whose stretches are of chains)
     u32 items, places, chains;  // places: sums that a CTA may leave, with STREAM one for each of its blocks; chains: see decode_finish.cu
     u32 of_parts, of_tiles, of_chains;  // `divide_by`: number of parts (CTAs), items or chains of a block, chains

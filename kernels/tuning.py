@@ -66,7 +66,7 @@ _RESERVED_BYTES = 1024
 _MOST_PLACES, _MOST_PER_CHAIN = 16, 32
 #: Above two rows: CTAs of a multiprocessor that registers allow; bytes of an `Item` of the CUDA source with two barriers;
 #: bytes of the ring that an item's planes take at most (16 KiB, and two planes of 8 KiB).
-_DENSE_RESIDENT, _ITEM_BYTES, _LARGEST_PLANES = 2, 176, 32 * 1024
+_DENSE_RESIDENT, _ITEM_BYTES, _LARGEST_PLANES = 2, 192, 32 * 1024
 #: Of a `Place` there; CTAs that may have parts of one block (`ARRIVED` there).
 _PLACE_BYTES, _MOST_SHARERS = 528, 1023
 
@@ -319,9 +319,9 @@ def dense_geometry(
         grid = blocks * cluster
         most = config.parts * config.warps_k * per_chain(k_tiles, config)
         received = config.splits * -(-rows * 8 // cluster) * 256
-    prepared = (4096 if held == 4 else 2048) + 20 * held + 16
     launch = rows >= config.launch_from  # rows come with their items, and else stay where they were prepared
-    kept = most * (_ITEM_BYTES + (0 if launch else prepared)) + 16 + received
+    prepared = 20 * held + (256 * held + 32 if launch else (4096 if held == 4 else 2048) + 16)
+    kept = most * (_ITEM_BYTES + (0 if launch else prepared)) + 32 + received
     largest = _LARGEST_PLANES + (-(-prepared // 1024) * 1024 if launch else 0)
     ring = 0
     for resident in range(min(_DENSE_RESIDENT, -(-grid // gpu.count)), 0, -1):

@@ -195,6 +195,32 @@ def test_every_stretch_of_chains_gives_the_same_integers(many, splits, warps_k):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config",
+    [DecodeConfig(4, 3, parts=2, launch_from=3), DecodeConfig(4, 3, launch_from=3, many=7), StreamConfig(5, 7, launch_from=3)],
+    ids=["clusters", "stretches", "stream"],
+)
+def test_rows_of_a_launch_want_some_inputs_of_the_last_plane(config):
+    """None, few (read one by one) and many of an input tile, in one launch after another over the same weight."""
+    case = make_case(1088, 1536, "mixed2468")
+    for m in (3, 4, 5, 8):
+        for thresholds in ("graded", "full", "none"):
+            check(case, m, thresholds, torch.bfloat16, "cuda", path="cuda", config=config)
+    w = prepare(case.weight, TRANSFORMS, ctas=getattr(config, "ctas", None)).to("cuda")
+    thr, y = torch.tensor(THRESHOLDS["graded"], device="cuda"), torch.empty(20, 8, 1088, dtype=torch.bfloat16, device="cuda")
+    rows = [make_rows(8, 1536, torch.bfloat16, seed).cuda() for seed in range(20)]
+    wanted = [decode_linear(x, w, None, thr, config=config, path="cuda") for x in rows]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for x, out in zip(rows, y, strict=True):
+            decode_linear(x, w, None, thr, config=config, path="cuda", out=out)
+    for _ in range(5):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, right) for out, right in zip(y, wanted, strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("ctas", [2, 3, 5, 7, 24, 47, 1000])
 @pytest.mark.parametrize(("chains", "stages"), [(4, 3), (7, 6), (14, 3)])
 def test_every_cut_of_a_stream_gives_the_same_integers(ctas, chains, stages):
