@@ -118,10 +118,21 @@ __device__ __forceinline__ void finish_tasks(const Args& args, const float* rece
         const int n_t = lane >> 2 & 3, n_j = lane & 3;  // this lane takes outputs lane and lane + 32
         const float* from = received + mine * 64 + (((lane >> 4) * 2 + (n_j >> 1)) * 2 + (n_t >> 1)) * 4 + (n_j & 1) * 2 + (n_t & 1);
         float lo = from[0], hi = from[32];
-#pragma unroll 4
-        for (int s = 1; s < args.splits; ++s) {
-            lo += from[s * tasks_here * 64];
-            hi += from[s * tasks_here * 64 + 32];
+#pragma unroll 1
+        for (int s = 1; s < args.splits; s += 8) {
+            float more[8][2];
+#pragma unroll
+            for (int u = 0; u < 8; ++u)
+                if (s + u < args.splits) {
+                    more[u][0] = from[(s + u) * tasks_here * 64];
+                    more[u][1] = from[(s + u) * tasks_here * 64 + 32];
+                }
+#pragma unroll
+            for (int u = 0; u < 8; ++u)
+                if (s + u < args.splits) {
+                    lo += more[u][0];
+                    hi += more[u][1];
+                }
         }
         const u32 both = nt == first_tile + (warp * ctas + rank) % tiles ? codes : transform_codes(args, nt, lane);
         if (!(both & 0x10000)) {  // y = l H[perm] (r y~) / 8
@@ -187,11 +198,19 @@ __device__ __forceinline__ void decode(const Args& args) {
     Part* parts = (Part*)(all_inputs + warps_k * tpw) + warp * tpw;
     Step* steps = (Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warp * (tpw * 16 + STAGES - 1);
     // [splits][ceil(tasks / splits)][64]: what the cluster's CTAs send for the output tiles (of one row each) that this one finishes.
-    // A place of its own, so that nobody waits before sending.
+    // A place of its own, so that nobody waits before sending, and a barrier that counts what has come.
     float* received = (float*)((Step*)((Part*)(all_inputs + warps_k * tpw) + warps * tpw) + warps * (tpw * 16 + STAGES - 1));
     const int tasks = args.rows * warps_n * TILES, tasks_here = (tasks + splits - 1) / splits;
     const Input<ROWS>* inputs = all_inputs + warp_k * tpw;
-    const u32 ring = shared_address(own_ring);
+    const u32 ring = shared_address(own_ring), sums_here = shared_address(received + splits * tasks_here * 64);
+    if (warp == 0) {
+        if (lane == 0) {
+            barrier_init(sums_here, 1);
+            barriers_are_ready();
+            barrier_arrive_expect(sums_here, (tasks + splits - 1 - split) / splits * splits * 256);
+        }
+        __syncwarp();
+    }
     cluster_started();  // nobody may send to a CTA that has not
     MARK(0);
     MARK(15);
@@ -456,11 +475,10 @@ __device__ __forceinline__ void decode(const Args& args) {
         if (m < args.rows) {
             const int task = m * warps_n * TILES + n_part * TILES + (TILES == 8 ? g : g >> 1);
             const float* slot = received + (split * tasks_here + task / splits) * 64 + ((word * 2 + (in_part & 1)) * 2 + (c & 1)) * 4;
-            store_cluster(address_in(shared_address(slot), task % splits), v);
+            send(address_in(shared_address(slot), task % splits), v, address_in(sums_here, task % splits));
         }
     }
-    cluster_arrive();
-    cluster_wait();
+    barrier_wait_cluster(sums_here);
     MARK(8);
     finish_tasks(args, received, splits, split, warps_n * TILES, first_part * TILES, my_codes, warps);
     MARK(10);

@@ -26,10 +26,7 @@ __device__ __forceinline__ u32 address_in(u32 at, u32 rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     return there;
 }
-__device__ __forceinline__ void store_cluster(u32 at, float4 v) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-// The same, and the barrier there, of the same CTA, counts the bytes.
+// To such a place. `barrier`, of the same CTA, counts the bytes.
 __device__ __forceinline__ void send(u32 at, float4 v, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
 }

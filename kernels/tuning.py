@@ -203,7 +203,7 @@ def cuda_geometry(rows: int, n_tiles: int, k_tiles: int, config: DecodeConfig) -
     sums, ring = rows * tiles * 256, config.stages * tiles * 256
     kept = config.warps_k * per_warp * input_bytes + warps * (per_warp * 48 + (per_warp * 16 + config.stages - 1) * 16)
     received = -(-rows * config.warps_n * tiles // config.splits) * config.splits * 256
-    shared = warps * (sums + ring if per_warp > 1 else max(sums, ring)) + kept + received
+    shared = warps * (sums + ring if per_warp > 1 else max(sums, ring)) + kept + received + 16
     grid = -(-n_tiles // (tiles * config.warps_n)) * config.splits
     return Geometry(f"decode_{tiles}_{rows}", tiles, warps, per_warp, grid, shared)
 
