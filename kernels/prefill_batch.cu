@@ -49,7 +49,11 @@ constexpr int THREADS = 128 * GROUPS, READERS = TOKENS == 256 ? 2 : 3, WORKERS =
 // Places of rings: of plane words, of rows, of codes (what is expanded before there are rows).
 constexpr int STAGES = TOKENS == 256 ? 4 : 6, ROW_STAGES = TOKENS < 128 ? 6 : TOKENS == 256 ? 3 : 4;
 constexpr int BUFFERS = TOKENS == 256 ? 3 : TOKENS == 128 ? WIDTH == 2 || STREAM ? 3 : 5 : TOKENS == 64 && (WIDTH == 2 || STREAM) ? 4 : 6;
+// Of the first places for plane words so many are filled at once, and the others as those of the same reader fill: what all CTAs ask for at their
+// start, rows wait behind. Few rows wait for the weight alone.
+constexpr int ASKED = !STREAM && (TOKENS == 64 || TOKENS == 128) ? 4 : STAGES;
 // Nobody may mistake the last but one use of a place for the last: the same warps take every use, or are never so far ahead.
+static_assert(ASKED == STAGES || (ASKED >= READERS && STAGES == 2 * READERS));
 static_assert(STAGES % EXPANDERS == 0 && BUFFERS >= EXPANDERS && (STAGES % READERS == 0 || STAGES >= READERS + EXPANDERS + BUFFERS));
 // A place of the ring: planes 0 and 1, then 2 and 3, each [DEPTH][two planes][64 inputs][WIDTH], a tile's unit at place tile ^ `twist`.
 constexpr int LINE = WIDTH * 16, PLANE = 64 * LINE, STAGE_BYTES = TILES * 4096;
@@ -132,7 +136,7 @@ struct Reader {
 
     // What the first steps have of it, which asks for nothing that must be loaded before.
     __device__ __forceinline__ void read_first() const {
-        for (int s = lane; s < min(steps, STAGES); s += 32) {
+        for (int s = lane; s < min(steps, ASKED); s += 32) {
             const u32 k_steps = args.w.k_tiles / DEPTH, range = (first + s) / k_steps, kt = (first + s) % k_steps * DEPTH;
             read_dense(s, block_at(args, range, kt), kt, first_tile_of(range));
         }
@@ -140,7 +144,7 @@ struct Reader {
 
     __device__ __forceinline__ void read_weight(int s, int slot) const {
         const Step& step = ready[s & 2 * PERIOD - 1];
-        if (s >= STAGES && lane == 0) read_dense(slot, step.place.x, step.place.y, step.place.z);
+        if (s >= ASKED && lane == 0) read_dense(slot, step.place.x, step.place.y, step.place.z);
         const uint4 tile = step.tile[lane % TILES];
         const u32 input = lane / TILES;  // and all further ones of the lane
         const u32 to = base + slot * STAGE_BYTES + unit_at(lane % TILES, input);
@@ -165,6 +169,7 @@ struct Reader {
             const int s = batch + turn;
             if (s < steps) {
                 barrier_wait(empty + slot * 8, parity);
+                if (ASKED < STAGES && s >= ASKED && s < STAGES) barrier_wait(full + (s - READERS) * 8, 0);  // this reader's, and so not filled again
                 read_weight(s, slot);
             }
             slot += READERS;

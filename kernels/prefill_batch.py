@@ -42,10 +42,10 @@ _MANY_END, _MANY_SHARED_END = 7, 3
 _STREAM_END, _SHARED_END, _FEW_SUMS, _WIDTH_COSTS = 20, 2, 32, {4: 1.0, 2: 1.04}
 #: The same, for each number of rows: what clusters of up to two CTAs cost besides that share a range through memory.
 _GROUPS_END = {16: 4, 32: 4, 64: 5, 128: 4}
-#: CTAs that quantise the rows of a batch. Up to so many rows: their threads; eights of inputs that one has, `MOST_INPUTS` in a
-#: cluster at most; how many of these CTAs there are for short rows: as many as wait on a GPU beside the kernel for batches.
+#: CTAs that quantise the rows of a batch. Up to so many long rows: their threads; eights of inputs that one has, `MOST_INPUTS`
+#: in a cluster at most; how many of these CTAs there are: as many as wait on a GPU beside the kernel for batches.
 _FEW_ROWS, _ROWS_THREADS, _ROWS_PIECES, _ROWS_CTAS = 64, 128, (1, 2), 128
-#: Beyond: threads of a CTA that has a whole row, and eights of inputs that one has.
+#: Beyond, and for all rows that the smallest of these takes: threads of a CTA that has a whole row, and eights of inputs.
 _ROW_THREADS, _ROW_PIECES = (128, 256, 512), 4
 
 
@@ -310,9 +310,9 @@ def _launch(args: BatchArgs, rows: int, cut: Cut, device: torch.device, dtype: t
 
 
 def _rows_cut(m: int, k: int) -> tuple[int, int, int]:
-    """Threads of a CTA that quantises rows, eights of inputs that one has, and how many CTAs share a row: of few rows as many
-    as there shall be, and those that leave a thread no more than it has registers for."""
-    if m > _FEW_ROWS:
+    """Threads of a CTA that quantises rows, eights of inputs that one has, and how many CTAs share a row: of few long rows as
+    many as there shall be, and those that leave a thread no more than it has registers for."""
+    if m > _FEW_ROWS or k <= 8 * _ROW_PIECES * _ROW_THREADS[0]:
         return next(t for t in _ROW_THREADS if 8 * _ROW_PIECES * t >= k), _ROW_PIECES, 1
     eights, ctas = -(-k // (8 * _ROWS_THREADS)), 1
     while ctas < min(8, eights) and (2 * ctas * m <= _ROWS_CTAS or eights > 2 * ctas):

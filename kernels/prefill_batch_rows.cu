@@ -1,9 +1,10 @@
 // Rows of prefill_batch.cu -> INT8 with one scale per row, `reference.activation_token_ref`, in the order of the tensor core's operand: inputs
 // 32 h + 8 i + 2 c + e of 64 stand at place 32 h + 8 c + 2 i + e, and 16-byte pieces of row r change places by r / 2 & 3.
 //
-// The CTAs of a cluster quantise a row. Of few rows they are small enough to wait beside a CTA of prefill_batch.cu, whose successor they serve:
-// four warps of 32 registers, whose factors are loaded by then. Of many rows not all would find room, and those that do not keep the next
-// product's CTAs waiting: then a CTA has a whole row and as many registers as it likes, so that few multiprocessors hold all of them.
+// Few long rows: the CTAs of a cluster quantise one. They are small enough to wait beside a CTA of prefill_batch.cu, whose successor they serve:
+// four warps of 32 registers, whose factors are loaded by then. Of many, not all would find room, and those that do not keep the next product's
+// CTAs waiting: then a CTA has a whole row and as many registers as it likes, so that few multiprocessors hold all of them. So it is with
+// short rows, which need no cluster.
 // Set by the compiler's command line: XTYPE (of x: 0 bf16, 1 fp16), THREADS, PIECES (of 8 inputs, of a thread: 1 or 2, in clusters; 4).
 
 #define FORM FEW  // of prefill_rows.cu only what is common
