@@ -73,7 +73,7 @@ struct Reader {
         __syncwarp();
     }
 
-    // Planes of an item, where `third` is false without plane 3; with its rows, or these come later, and tell that nothing more will.
+    // Planes of an item, where `third` is false without plane 3; with its rows, or these come later.
     // With LAUNCH by all lanes, otherwise by one.
     __device__ __forceinline__ void read(int i, bool third, bool rows) {
         const Args& args = dense.args;
@@ -92,6 +92,7 @@ struct Reader {
         }
         end = to_byte + bytes;
         if (!LAUNCH || lane == 0) {
+            if (LAUNCH) fence_copies();  // of plane 3 of an item that lay there
             item.at = place;
             if (LAUNCH) item.rows = to_rows;
             if (flags & THERE) {
@@ -112,7 +113,7 @@ struct Reader {
             copy_bulk(to_rows, prepared, sizeof(Prepared<ROWS>), barrier);
         }
     }
-    // What `read` left of an item: of plane 3, and then rows.
+    // What `read` left of an item: plane 3, and of a launch rows, which tell that nothing more will come.
     __device__ __forceinline__ void read_third(int i) {
         const Item& item = items[i];
         const u32 tiles2 = item.flags >> 8 & 255, tiles3 = item.flags >> 16, barrier = full + 8 * i;
@@ -133,7 +134,7 @@ struct Reader {
 };
 
 // Shared memory, as `dense_geometry` in tuning.py counts it: the ring; what the cluster sends; rows, if no launch prepares them; items; two
-// barriers an item and two more; what the ends of blocks need (`Place`).
+// barriers an item and three more; what the ends of blocks need (`Place`).
 //
 // The CTAs of a cluster share the input tiles of a block of 512 outputs; each takes one or two whole ones of the `splits` parts that the kernel
 // for one and two rows cuts them into, in the same order: chains of a warp there (`tiles_per_warp`), warps (`warps_k`), parts. With MEET

@@ -69,6 +69,8 @@ __device__ __forceinline__ u32 above_halves(u32 a, u32 b, int type) {
     return r;
 }
 
+// Between what was written to shared memory, by `copy_unit` too, and copies in bulk to the same place.
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // 16 bytes.
 __device__ __forceinline__ void copy_unit(u32 to, const u8* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
 // Has the barrier wait for this thread's copies by `copy_unit`, beside those that it waits for already.
