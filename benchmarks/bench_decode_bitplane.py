@@ -47,7 +47,11 @@ def measure(
     n: int, k: int, m: int, level: str, weights, packed, copy_gbps: float, *, path: str | None = None, recorded=None
 ) -> dict[str, Any]:
     """recorded: (rows, thresholds) instead of drawn ones."""
-    x, thr = recorded or (shapes.draw_rows(m, k, "cuda"), shapes.thresholds_for(level).cuda())
+    if recorded:
+        x, thr = recorded
+    else:
+        x = shapes.draw_rows(m, k, "cuda")
+        thr = shapes.thresholds_counted(level, x[:1], packed.tile_bits)
     out = torch.full((m, n), float("nan"), dtype=x.dtype, device="cuda")
     kernel.decode_linear(x, weights[0], None, thr, out=out, path=path)
     matrices = shapes.TRANSFORMS.cuda()[packed.output_transform.long()]

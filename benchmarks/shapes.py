@@ -24,6 +24,8 @@ LEVEL_SHARES: dict[str, tuple[float, ...] | None] = {
     "2.2": (0.35, 0.20, 0.36, 0.08, 0.01),
     "full": None,
 }
+#: How far from its target what one row loads may be; thresholds are moved by so much at a time.
+BITS_APART, MOVE = 0.12, 0.005
 #: Bars of the ratio to Marlin 4-bit at one row: (large shapes, small shapes).
 BARS = {"4.0": (0.80, 1.10), "3.0": (0.68, 1.0), "2.2": (0.58, 0.95), "full": (1.10, 1.30)}
 #: The same at 28672 x 4096 for more rows.
@@ -88,3 +90,14 @@ def loaded_bits(x: Tensor, thresholds: Tensor, tile_bits: Tensor) -> float:
 
     union = levels_ref(x, thresholds).amax(0, keepdim=True)
     return float(layout.loaded_code_bits(union, tile_bits)) / (tile_bits.numel() * TILE * TILE)
+
+
+def thresholds_counted(name: str, row: Tensor, tile_bits: Tensor) -> Tensor:
+    """`thresholds_for` where the row lies, all moved by one factor, the nearest to 1 with which its counted bits are within
+    `BITS_APART` of the target. row: [1, K]; tile_bits: [N/64, K/64]"""
+    drawn = thresholds_for(name).to(row.device)
+    if LEVEL_SHARES[name] is None:
+        return drawn
+    above = loaded_bits(row, drawn, tile_bits) > float(name)
+    moves = (drawn * (1 + (MOVE if above else -MOVE) * i) for i in range(int(0.5 / MOVE)))
+    return next(t for t in moves if abs(loaded_bits(row, t, tile_bits) - float(name)) <= BITS_APART)
