@@ -92,7 +92,7 @@ struct Reader {
         }
         end = to_byte + bytes;
         if (!LAUNCH || lane == 0) {
-            if (LAUNCH) fence_copies();  // of plane 3 of an item that lay there
+            if (LAUNCH) fence_shared();  // of plane 3 of an item that lay there
             item.at = place;
             if (LAUNCH) item.rows = to_rows;
             if (flags & THERE) {

@@ -20,13 +20,7 @@ __device__ __forceinline__ void prefetch_map(const Map& map) { asm volatile("pre
 // n / d, where n * d < 2^32. by: 2^32 / d rounded down, and one more; 0 for d = 1
 __device__ __forceinline__ u32 divide_by(u32 n, u32 by) { return by ? __umulhi(n, by) : n; }
 
-// Into the shared memory of CTA `rank` of the cluster, at the place that `at` is in this one.
-__device__ __forceinline__ u32 address_in(u32 at, u32 rank) {
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    return there;
-}
-// To such a place. `barrier`, of the same CTA, counts the bytes.
+// To a place that `address_in` gives. `barrier`, of the same CTA, counts the bytes.
 __device__ __forceinline__ void send(u32 at, float4 v, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
 }
@@ -69,8 +63,6 @@ __device__ __forceinline__ u32 above_halves(u32 a, u32 b, int type) {
     return r;
 }
 
-// Between what was written to shared memory, by `copy_unit` too, and copies in bulk to the same place.
-__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // 16 bytes.
 __device__ __forceinline__ void copy_unit(u32 to, const u8* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
 // Has the barrier wait for this thread's copies by `copy_unit`, beside those that it waits for already.

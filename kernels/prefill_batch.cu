@@ -345,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
 #pragma unroll
                 for (int k = 0; k < SENT_ROWS / 2; k += 4)
                     store_shared4(room + sums_at(0, 0, k / 4, lane) * 4, sum[i][4 * n + k], sum[i][4 * n + k + 1], sum[i][4 * n + k + 2], sum[i][4 * n + k + 3]);
-                written_for_products();
+                fence_shared();
                 __syncwarp();
                 if (lane == 0) add_bulk(to + (group * MINE + i) * (TOKENS * 64) + n * 128, room, min(SENT_ROWS, (args.rows - 8 * n + 7) / 8 * 8) * 64);
             }
@@ -392,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch(const __grid_cons
                 expand_tile<3>(from + at, smoothing, step.y, ones, stretch, into, room, read);
             else
                 expand_tile<2>(from + at, smoothing, step.y, ones, stretch, into, room, read);
-            written_for_products();
+            fence_shared();
             __syncwarp();
             if (lane == 0) barrier_arrive(coded + buffer * 8);
             slot += EXPANDERS;

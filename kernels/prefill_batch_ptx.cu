@@ -65,12 +65,7 @@ __device__ __forceinline__ void sent_wait() {
         asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async;" ::: "memory");
 }
 
-// An address of shared memory in another CTA of the cluster; what lies there.
-__device__ __forceinline__ u32 address_in(u32 at, u32 cta) {
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(cta));
-    return there;
-}
+// What lies at a place that `address_in` gives.
 __device__ __forceinline__ uint4 load_there4(u32 at) {
     uint4 v;
     asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
@@ -87,8 +82,6 @@ __device__ __forceinline__ void store_sent4(int* to, const uint4& v) {
 }
 // As `cluster_arrive`, of a thread whose reads are done and whose writes are of no concern to others.
 __device__ __forceinline__ void cluster_leave() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-// What this thread wrote to shared memory shall be seen by the tensor core's own reads.
-__device__ __forceinline__ void written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Until all but the last LATER groups of products are done.

@@ -63,8 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (PIECES == 4 ? 1024 : 2048
     const u32 most_here = largest_of_warp(__float_as_uint(size));
     if (ctas > 1) {
         if (lane < ctas) {
-            u32 at;
-            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(found + rank * WARPS + warp)), "r"(lane));
+            const u32 at = address_in(shared_address(found + rank * WARPS + warp), lane);
             asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(at), "r"(most_here) : "memory");
         }
         cluster_arrive();

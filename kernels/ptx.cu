@@ -45,6 +45,15 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
+// Between what this thread wrote to shared memory, `cp.async` too, and copies in bulk to the same place, or reads by the tensor core itself.
+__device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Into the shared memory of CTA `rank` of the cluster, at the place that `at` is in this one.
+__device__ __forceinline__ u32 address_in(u32 at, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
