@@ -63,8 +63,6 @@ __device__ __forceinline__ u32 above_halves(u32 a, u32 b, int type) {
     return r;
 }
 
-// 16 bytes.
-__device__ __forceinline__ void copy_unit(u32 to, const u8* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
 // Has the barrier wait for this thread's copies by `copy_unit`, beside those that it waits for already.
 __device__ __forceinline__ void barrier_awaits_copies(u32 at) { asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(at) : "memory"); }
 

@@ -180,7 +180,7 @@ struct Reader {
 private:
     template <int P, int I>
     __device__ __forceinline__ void read_plane(u32 to, const u8* from, u32 step) const {
-        copy16_unless<plane_at(P) + I * 8 * LINE, 0>(0, to, from);
+        copy_unit(to + plane_at(P) + I * 8 * LINE, from);
         if constexpr (I < 7) read_plane<P, I + 1>(to, from + step, step);
     }
 };
